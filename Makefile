@@ -1,0 +1,35 @@
+# Everything happens in .venv, which is made when it is needed and not before.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test quick lint clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p inlay
+
+# The editable install links every source file by name, so a new or a lost file asks for it again.
+SOURCES := $(sort $(shell find src passes -name '*.py' -o -name py.typed))
+$(shell mkdir -p build && echo '$(SOURCES)' | cmp -s - build/sources || echo '$(SOURCES)' > build/sources)
+
+$(VENV)/.installed: pyproject.toml constraints.txt build/sources
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[test,demo]' --config-settings editable_mode=strict
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info

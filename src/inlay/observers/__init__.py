@@ -1,0 +1,34 @@
+"""Observers: what flows through a slot becomes statistics, and statistics become scales."""
+
+from inlay.observers.base import MinMaxTuple, Observer, QParamsDict
+from inlay.observers.helpers import (
+    FUSED_LAYER_NAMES,
+    flatten_for_calibration,
+    fuse_weight_observers,
+    lerp,
+)
+from inlay.observers.imatrix import IMatrixMSEObserver
+from inlay.observers.min_max import (
+    MemorylessMinMaxObserver,
+    MinMaxObserver,
+    StaticMinMaxObserver,
+)
+from inlay.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver
+from inlay.observers.sync import sync_observers
+
+__all__ = [
+    "FUSED_LAYER_NAMES",
+    "IMatrixMSEObserver",
+    "MemorylessMSEObserver",
+    "MemorylessMinMaxObserver",
+    "MinMaxObserver",
+    "MinMaxTuple",
+    "MovingAverageMSEObserver",
+    "Observer",
+    "QParamsDict",
+    "StaticMinMaxObserver",
+    "flatten_for_calibration",
+    "fuse_weight_observers",
+    "lerp",
+    "sync_observers",
+]

@@ -1,0 +1,207 @@
+"""The observer: from what flows through a slot to statistics, from those to scales."""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from compressed_tensors import InternalModule
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.registry.registry import RegistryMixin
+from torch import distributed as dist
+
+from inlay.errors import ConfigurationError, StatisticsError
+from inlay.observers.helpers import flatten_for_calibration
+from inlay.observers.kwargs import Kwarg, read_kwargs
+from inlay.observers.sync import start_sync
+
+__all__ = ["MinMaxTuple", "Observer", "QParamsDict"]
+
+MinMaxTuple = tuple[torch.Tensor, torch.Tensor]
+
+
+class QParamsDict(TypedDict, total=False):
+    """What a value is quantized with."""
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor
+    global_scale: torch.Tensor | None
+
+
+class Observer(InternalModule, RegistryMixin):
+    """Base class of all observers of weights, activations and attention states.
+
+    A subclass implements `update_statistics_from_observed`. If its statistics are `min_vals` and
+    `max_vals` that is all; with others it also overrides `get_qparams` and `has_statistics`.
+
+    :param base_name: what is observed: `weight`, `input`, `output`, `q`, `k` or `v`
+    :param args: how the observed value will be quantized; left as it is
+    :param observer_kwargs: settings of the observer, on top of `args.observer_kwargs`
+    """
+
+    # Statistics that merge over ranks, and how. Those that hold only the last batch are left out.
+    _act_sync_dict: ClassVar[dict[str, Any]] = {}
+
+    # Settings of built-in observers, checked and set as attributes. An observer of the user's own
+    # reads what it likes from `self.args.observer_kwargs`.
+    _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
+
+    base_name: str
+    args: QuantizationArgs
+    slot: str
+    min_vals: torch.Tensor
+    max_vals: torch.Tensor
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__()
+        self.base_name = base_name
+        self.args = args.model_copy(
+            update={"observer_kwargs": {**(args.observer_kwargs or {}), **observer_kwargs}}
+        )
+        # The name in errors. Whoever knows the module's name puts it in front.
+        self.slot = base_name
+        self._fused_observers: set[Observer] = set()
+        # Observations since the last synchronization: the weight of this rank in an average.
+        self._unsynced_observations = 0
+        # Statistics as the last synchronization left them, so that no sum is counted twice.
+        self._synced: dict[str, torch.Tensor] = {}
+        settings = read_kwargs(
+            type(self).__name__,
+            self._kwargs,
+            self.args.observer_kwargs,
+            # A subclass inherits the settings and may read others that are not listed.
+            closed="_kwargs" in vars(type(self)),
+        )
+        for attribute, value in settings.items():
+            setattr(self, attribute, value)
+
+    @property
+    def has_statistics(self) -> bool:
+        return hasattr(self, "min_vals")
+
+    @abstractmethod
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        """Take in one observed value.
+
+        :param observed: value of shape (num_observations, *qparam_shape, group_size)
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def forward(self, observed: torch.Tensor) -> "Observer":
+        """Update the statistics from an observed value. An empty value changes nothing.
+
+        :return: self, for chaining
+        """
+        if observed.numel() == 0:
+            return self
+        flat = flatten_for_calibration(observed, self.base_name, self.args)
+        self.update_statistics_from_observed(flat)
+        self._unsynced_observations += 1
+        return self
+
+    @torch.no_grad()
+    def get_qparams(self) -> QParamsDict:
+        """Compute scale, zero point and, for tensor_group, global scale from the statistics.
+
+        The global scale covers this observer and those fused with it, which must have observed
+        their values before. The statistics stay, so it can be asked again.
+        """
+        require_finite(self, ("min_vals", "max_vals"))
+        global_scale = self.get_global_scale()
+        scale, zero_point = calculate_qparams(
+            min_vals=self.min_vals,
+            max_vals=self.max_vals,
+            quantization_args=self.args,
+            global_scale=global_scale,
+        )
+        if not _is_usable(scale):
+            raise StatisticsError(
+                f"{self.slot}: the range from {float(self.min_vals.min()):.4g} to "
+                f"{float(self.max_vals.max()):.4g} is too wide for a finite scale in "
+                f"{scale.dtype}; observe in a wider dtype, or look for broken values"
+            )
+        return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
+
+    def get_global_scale(self) -> torch.Tensor | None:
+        """The scale of scales over this observer and those fused with it, or None."""
+        if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
+            return None
+        group = [self, *self._fused_observers]
+        for observer in group:
+            require_finite(observer, ("min_vals", "max_vals"))
+        absmax = torch.stack(
+            [
+                torch.maximum(-o.min_vals.min(), o.max_vals.max()).to(self.min_vals.device)
+                for o in group
+            ]
+        ).max()
+        return _as_tensor(generate_gparam(-absmax.reshape(1), absmax.reshape(1)))
+
+    def sync_activation_stats(self) -> list[dist.Work]:
+        """Start merging the statistics over all ranks, by the operations of `_act_sync_dict`.
+
+        Every rank must call it, also one that saw no data; it ends with the others' statistics.
+        Weights are the same on all ranks and need no merging.
+
+        :return: handles; the statistics are merged when each has been waited for
+        """
+        return start_sync([self])
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Called when the observer is attached to a module, to register hooks there."""
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Called before the observer is taken from a module, to remove its hooks."""
+
+    @staticmethod
+    def fuse(observers: Iterable["Observer"]) -> None:
+        """Link observers so that they compute one global scale together."""
+        observers = list(observers)
+        for observer in observers:
+            observer._fused_observers.update(o for o in observers if o is not observer)
+
+    @classmethod
+    def get_value_from_registry(cls, name: str) -> Any:
+        """The observer class registered as `name`; underscores and dashes are the same."""
+        # The registry would also import "file.py:Class". A recipe is data: it names what is there.
+        try:
+            if ":" not in name:
+                return super().get_value_from_registry(name)
+        except KeyError:
+            pass
+        known = ", ".join(sorted(n.replace("-", "_") for n in cls.registered_names()))
+        raise ConfigurationError(
+            f"there is no observer {name!r}. Registered are: {known}. Register your own with "
+            "@Observer.register(name)"
+        )
+
+
+def require_finite(observer: Observer, statistics: Iterable[str]) -> None:
+    """Raise unless the observer has these statistics and all their values are finite."""
+    if not observer.has_statistics:
+        raise StatisticsError(
+            f"{observer.slot}: no statistics yet; call observer(value) on at least one tensor that "
+            "is not empty before get_qparams()"
+        )
+    for name in statistics:
+        values = getattr(observer, name)
+        bad = ~torch.isfinite(values)
+        if bool(bad.any()):
+            where = tuple(bad.nonzero()[0].tolist())
+            raise StatisticsError(
+                f"{observer.slot}: statistic {name} is not finite in {int(bad.sum())} of "
+                f"{values.numel()} places (the first is {float(values[where])} at {where}); the "
+                "observed values contained NaN or Inf, look for where they come from"
+            )
+
+
+def _is_usable(scale: torch.Tensor) -> bool:
+    values = scale.to(torch.float32)
+    return bool((torch.isfinite(values) & (values > 0)).all())
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    assert isinstance(value, torch.Tensor)
+    return value

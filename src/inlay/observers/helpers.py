@@ -1,0 +1,203 @@
+"""Shapes of observed values, and layers whose weights are quantized together."""
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_quant
+from torch.nn import Module
+
+from inlay.errors import ConfigurationError, ObservationError
+
+__all__ = [
+    "FUSED_LAYER_NAMES",
+    "flatten_for_calibration",
+    "fuse_weight_observers",
+    "lerp",
+]
+
+# vLLM merges these layers into one, which has room for one global scale.
+FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
+    ("gate_proj", "up_proj"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek multi-latent attention
+    ("w1", "w3"),  # experts of Mixtral and its kin
+]
+
+_OBSERVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
+
+
+def flatten_for_calibration(
+    value: torch.Tensor, base_name: str, args: QuantizationArgs
+) -> torch.Tensor:
+    """Reshape a value to (num_observations, *qparam_shape, group_size).
+
+    The first dimension counts observations (batch times tokens; 1 for a weight), the middle ones
+    are those of the scale, and the last holds the elements that share a scale. Blocks at the edge
+    are filled with zeros, which every range includes anyway.
+
+    :param value: a weight (rows, columns), an activation (..., features) or an attention state
+        (batch, heads, tokens, head size)
+    :param base_name: `weight`, `input`, `output`, `q`, `k` or `v`
+    :param args: how the value is quantized
+    """
+    if value.dtype not in _OBSERVABLE:
+        raise ObservationError(
+            f"{base_name}: cannot observe a tensor of dtype {value.dtype}; observers take "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _OBSERVABLE)}"
+        )
+    if base_name == "weight":
+        return _flatten_weight(value, args)
+    if base_name in ("input", "output"):
+        return _flatten_activation(value, base_name, args)
+    if base_name in ("q", "k", "v"):
+        return _flatten_attention_state(value, base_name, args)
+    raise ObservationError(
+        f"unknown base name {base_name!r}; it is one of weight, input, output, q, k, v"
+    )
+
+
+def _flatten_weight(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    if args.strategy == QuantizationStrategy.TENSOR:
+        _require_rank(value, "weight", args, at_least=1)
+        return value.reshape(1, 1, -1)
+    if args.strategy == QuantizationStrategy.CHANNEL:
+        _require_rank(value, "weight", args, at_least=2)
+        return value.unsqueeze(-2).unsqueeze(0)
+    if args.strategy in _GROUPED:
+        _require_rank(value, "weight", args, at_least=2)
+        return _split_groups(value, "weight", args).unsqueeze(0)
+    if args.strategy == QuantizationStrategy.BLOCK:
+        _require_rank(value, "weight", args, at_least=2, at_most=2)
+        return _split_blocks(value, args).unsqueeze(0)
+    raise _not_applicable("weight", args)
+
+
+def _flatten_activation(
+    value: torch.Tensor, base_name: str, args: QuantizationArgs
+) -> torch.Tensor:
+    if args.strategy == QuantizationStrategy.TENSOR:
+        _require_rank(value, base_name, args, at_least=1)
+        return value.reshape(-1, 1, value.size(-1))
+    if args.strategy == QuantizationStrategy.TOKEN:
+        _require_rank(value, base_name, args, at_least=2)
+        return value
+    if args.strategy in _GROUPED:
+        _require_rank(value, base_name, args, at_least=1)
+        return _split_groups(value.reshape(-1, value.size(-1)), base_name, args)
+    raise _not_applicable(base_name, args)
+
+
+def _flatten_attention_state(
+    value: torch.Tensor, base_name: str, args: QuantizationArgs
+) -> torch.Tensor:
+    _require_rank(value, base_name, args, at_least=4, at_most=4)
+    per_token = value.transpose(1, 2).flatten(0, 1)  # (batch * tokens, heads, head size)
+    if args.strategy == QuantizationStrategy.TENSOR:
+        return per_token.flatten(-2, -1).unsqueeze(-2)
+    if args.strategy == QuantizationStrategy.ATTN_HEAD:
+        return per_token.unsqueeze(-2).unsqueeze(-2)
+    raise _not_applicable(base_name, args)
+
+
+def _split_groups(value: torch.Tensor, base_name: str, args: QuantizationArgs) -> torch.Tensor:
+    columns = value.size(-1)
+    if columns % args.group_size:
+        raise ObservationError(
+            f"{base_name}: {columns} columns cannot be divided into groups of {args.group_size}; "
+            "choose a group_size that divides them, or ignore this layer"
+        )
+    return value.reshape(*value.shape[:-1], -1, args.group_size)
+
+
+def _split_blocks(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    height, width = args.block_structure
+    padded: torch.Tensor = maybe_pad_tensor_for_block_quant(value, args.block_structure)
+    rows, columns = padded.shape
+    blocks = padded.reshape(rows // height, height, columns // width, width)
+    return blocks.transpose(1, 2).flatten(-2, -1)
+
+
+def _require_rank(
+    value: torch.Tensor,
+    base_name: str,
+    args: QuantizationArgs,
+    *,
+    at_least: int,
+    at_most: int | None = None,
+) -> None:
+    if value.ndim >= at_least and (at_most is None or value.ndim <= at_most):
+        return
+    wanted = str(at_least) if at_most == at_least else f"{at_least} or more"
+    raise ObservationError(
+        f"{base_name}: strategy {_name(args)} needs a tensor of {wanted} dimensions, "
+        f"got shape {tuple(value.shape)}"
+    )
+
+
+def _not_applicable(base_name: str, args: QuantizationArgs) -> ObservationError:
+    strategies = {
+        "weight": "tensor, channel, group, tensor_group, block",
+        "input": "tensor, token, group, tensor_group",
+        "output": "tensor, token, group, tensor_group",
+    }.get(base_name, "tensor, attn_head")
+    return ObservationError(
+        f"{base_name}: strategy {_name(args)} does not apply; one of {strategies} does"
+    )
+
+
+def _name(args: QuantizationArgs) -> str:
+    return str(getattr(args.strategy, "value", args.strategy))
+
+
+def fuse_weight_observers(model: Module) -> None:
+    """Link the weight observers of layers that share a global scale (q/k/v, gate/up).
+
+    A group is linked where its members are quantized as tensor_group (NVFP4). A member that is
+    None, as in attention that takes its values from its keys, is left out. A group of which only
+    some members are quantized so, or with other formats, is refused.
+
+    :param model: model whose layers carry a `weight_observer`
+    """
+    from inlay.observers.base import Observer
+
+    for name, parent in model.named_modules():
+        for group in FUSED_LAYER_NAMES:
+            if not all(hasattr(parent, member) for member in group):
+                continue
+            layers = {member: getattr(parent, member) for member in group}
+            observers = {
+                member: getattr(layer, "weight_observer", None)
+                for member, layer in layers.items()
+                if layer is not None
+            }
+            if not any(map(_has_global_scale, observers.values())):
+                continue
+            formats = {member: _format(observer) for member, observer in observers.items()}
+            if len(set(formats.values())) > 1:
+                found = ", ".join(f"{member}: {format}" for member, format in formats.items())
+                raise ConfigurationError(
+                    f"{name or 'the model'}: {', '.join(formats)} share one global scale and must "
+                    f"be quantized alike, but are ({found}); target all of them or ignore all"
+                )
+            Observer.fuse(observer for observer in observers.values() if observer is not None)
+
+
+def _has_global_scale(observer: Module | None) -> bool:
+    return observer is not None and _args(observer).strategy == QuantizationStrategy.TENSOR_GROUP
+
+
+def _format(observer: Module | None) -> str:
+    """What must be the same in layers that are merged; how ranges are found may differ."""
+    if observer is None:
+        return "not quantized"
+    args = _args(observer)
+    return f"{args.type}{args.num_bits} {_name(args)} {args.group_size} {args.scale_dtype}"
+
+
+def _args(observer: Module) -> QuantizationArgs:
+    return observer.args
+
+
+def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
+    """Move from `start` to `end` by `weight`, for dtypes that `torch.lerp` does not take."""
+    return (start * (1.0 - weight)) + (end * weight)

@@ -1,0 +1,161 @@
+"""The range search weighted by how much each input channel matters."""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
+from torch import distributed as dist
+
+from inlay.errors import StatisticsError
+from inlay.observers.base import Observer
+from inlay.observers.helpers import flatten_for_calibration
+from inlay.observers.kwargs import EXPAND, count, fraction, positive, switch
+from inlay.observers.mse import shrink_factors
+from inlay.search import RangeSearch
+
+__all__ = ["IMatrixMSEObserver"]
+
+_PRECISION = torch.float32
+_STRATEGIES = (
+    QuantizationStrategy.CHANNEL,
+    QuantizationStrategy.GROUP,
+    QuantizationStrategy.TENSOR_GROUP,
+)
+
+
+@Observer.register("imatrix_mse")
+class IMatrixMSEObserver(Observer):
+    """The range of a weight with the smallest error, weighted by E[x²] of its input channels.
+
+    `attach` puts a hook on a Linear module that sums x² while data flows through it. The sums
+    serve this observer, and after `detach` they wait on the module for the next one's `attach`,
+    so that they can be gathered in one pass and used in another.
+
+    Without usable importance, or for values and strategies that have none, the search is uniform
+    and a warning says why; with `strict` it is an error.
+    """
+
+    _act_sync_dict = {"_imatrix_sum": dist.ReduceOp.SUM, "_imatrix_count": dist.ReduceOp.SUM}
+    _kwargs = (
+        fraction("maxshrink", 0.95),
+        count("patience", 5),
+        positive("grid", 20),
+        positive("norm", 3.0),
+        EXPAND,
+        switch("strict", False),
+    )
+
+    maxshrink: float
+    patience: int
+    grid: float
+    norm: float
+    expand: float
+    strict: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._imatrix_sum: torch.Tensor | None = None
+        self._imatrix_count: torch.Tensor = torch.tensor(0, dtype=torch.int64)
+        self._warned: set[str] = set()
+
+    @property
+    def search(self) -> RangeSearch:
+        return RangeSearch(
+            args=self.args,
+            shrinks=shrink_factors(max(1, int(self.maxshrink * self.grid)) + 1, self.grid),
+            norm=self.norm,
+            patience=self.patience or None,
+            expand=self.expand,
+        )
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Take over sums that wait on the module, or start summing x² there."""
+        owner: Any = module  # attributes of its own that torch knows nothing of
+        self._synced.clear()
+        if hasattr(owner, "_imatrix_sum"):
+            self._imatrix_sum, self._imatrix_count = owner._imatrix_sum, owner._imatrix_count
+            del owner._imatrix_sum, owner._imatrix_count
+            return
+        if not hasattr(owner, "in_features"):
+            return
+        device = next((p.device for p in module.parameters()), None)
+        total = torch.zeros(owner.in_features, dtype=_PRECISION, device=device)
+        self._share(owner, total, torch.tensor(0, dtype=torch.int64, device=device))
+        owner._imatrix_hook = module.register_forward_pre_hook(self._accumulate, with_kwargs=True)
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Stop summing. The sums stay on the module for the next observer to take over."""
+        owner: Any = module
+        if hasattr(owner, "_imatrix_hook") and self._imatrix_sum is not None:
+            owner._imatrix_hook.remove()
+            del owner._imatrix_hook
+            self._share(owner, self._imatrix_sum, self._imatrix_count)
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.min_vals, self.max_vals = self.search(observed, self._importance(observed))
+
+    @torch.no_grad()
+    def _accumulate(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        x = args[0] if args else kwargs.get("input")
+        x = x[0] if isinstance(x, tuple) else x
+        if not isinstance(x, torch.Tensor) or self._imatrix_sum is None:
+            return
+        squares = x.to(_PRECISION).pow(2).sum(dim=list(range(x.ndim - 1)))
+        total = self._imatrix_sum.to(x.device) + squares
+        seen = self._imatrix_count.to(x.device) + math.prod(x.shape[:-1])
+        self._share(module, total, seen)
+
+    def _share(self, module: Any, total: torch.Tensor, seen: torch.Tensor) -> None:
+        """Keep the sums here and on the module: the same tensors, for one pass or two."""
+        self._imatrix_sum, self._imatrix_count = total, seen
+        module._imatrix_sum, module._imatrix_count = total, seen
+
+    def _importance(self, observed: torch.Tensor) -> torch.Tensor | None:
+        """Importance of every element with mean 1, in the shape of `observed`, or None."""
+        problem = self._problem(observed)
+        if problem is not None:
+            self._fall_back(problem)
+            return None
+        assert self._imatrix_sum is not None
+        importance = (self._imatrix_sum / self._imatrix_count.float()).to(observed.device)
+        importance = importance / (importance.mean() + torch.finfo(_PRECISION).tiny)
+        per_row = importance.expand(observed.shape[1], -1)
+        return flatten_for_calibration(per_row, self.base_name, self.args)
+
+    def _problem(self, observed: torch.Tensor) -> str | None:
+        """Why the importance cannot be used, if it cannot."""
+        if self.base_name != "weight":
+            return "only weights have importance"
+        if self.args.strategy not in _STRATEGIES:
+            return f"strategy {self.args.strategy} has no importance per input channel"
+        if self._imatrix_sum is None or int(self._imatrix_count) == 0:
+            return "no importance was gathered; attach the observer to its module before data flows"
+        if not bool(torch.isfinite(self._imatrix_sum).all()):
+            return "the importance is not finite"
+        if bool((self._imatrix_sum < 0).any()):
+            return "the importance has negative values"
+        if not bool(self._imatrix_sum.any()):
+            return "the importance is zero everywhere"
+        columns = math.prod(observed.shape[2:])
+        if self._imatrix_sum.numel() != columns:
+            return f"the importance has {self._imatrix_sum.numel()} channels, the weight {columns}"
+        return None
+
+    def _fall_back(self, problem: str) -> None:
+        if self.strict:
+            raise StatisticsError(
+                f"{self.slot}: imatrix_mse cannot weigh the error: {problem}; "
+                "strict=False accepts a uniform search"
+            )
+        if problem not in self._warned:
+            self._warned.add(problem)
+            # Without the slot's name: the same text for all slots is shown once.
+            warnings.warn(
+                f"imatrix_mse searches without importance: {problem}; strict=True makes this an "
+                "error",
+                stacklevel=2,
+            )

@@ -1,0 +1,69 @@
+"""Observers whose range is the part of the observed one that loses least."""
+
+import torch
+from torch import distributed as dist
+
+from inlay.observers.base import Observer
+from inlay.observers.kwargs import AVERAGING_CONSTANT, EXPAND, Kwarg, count, fraction, positive
+from inlay.observers.min_max import average_into
+from inlay.search import RangeSearch
+
+__all__ = ["MemorylessMSEObserver", "MovingAverageMSEObserver"]
+
+_SEARCH_KWARGS: tuple[Kwarg, ...] = (
+    fraction("maxshrink", 0.20),
+    count("patience", 5),
+    positive("grid", 100.0),
+    positive("norm", 2.4),
+    EXPAND,
+)
+
+
+@Observer.register("memoryless_mse")
+class MemorylessMSEObserver(Observer):
+    """The range with the smallest quantization error on the last observed value.
+
+    The search starts at `expand` times the observed range and takes `maxshrink * grid` steps of
+    `1 / grid` of it, until `patience` steps in a row improve no group. The error is the sum of
+    `|quantized - observed| ** norm`.
+    """
+
+    _act_sync_dict = {}
+    _kwargs = _SEARCH_KWARGS
+
+    maxshrink: float
+    patience: int
+    grid: float
+    norm: float
+    expand: float
+
+    @property
+    def search(self) -> RangeSearch:
+        return RangeSearch(
+            args=self.args,
+            shrinks=shrink_factors(int(self.maxshrink * self.grid), self.grid),
+            norm=self.norm,
+            # A patience of 0 stops at the first step that brings nothing, as 1 does.
+            patience=max(1, self.patience),
+            expand=self.expand,
+        )
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.min_vals, self.max_vals = self.search(observed)
+
+
+@Observer.register("mse")
+class MovingAverageMSEObserver(MemorylessMSEObserver):
+    """Moving average of the best range of each observed value."""
+
+    _act_sync_dict = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}
+    _kwargs = (*_SEARCH_KWARGS, AVERAGING_CONSTANT)
+    avg_constant: float
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        average_into(self, self.search(observed), self.avg_constant)
+
+
+def shrink_factors(steps: int, grid: float) -> tuple[float, ...]:
+    """Factors of `steps` candidates, each smaller than the one before by `1 / grid`."""
+    return tuple(1 - step / grid for step in range(steps))
