@@ -15,7 +15,8 @@ def copy(gm: GraphModule) -> GraphModule:
     What the original says about where it comes from is left behind: AOTAutograd holds a graph that
     claims to be Dynamo's to rules that a rewritten one cannot keep.
     """
-    copied = GraphModule(gm, _copy.copy(gm.graph), class_name=type(gm).__name__)
+    # A deep copy of a graph copies its nodes; what they refer to stays the same.
+    copied = GraphModule(gm, _copy.deepcopy(gm.graph), class_name=type(gm).__name__)
     copied.train(gm.training)
     return copied
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from compressed_tensors.quantization.utils import calculate_qparams
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from inlay.qparams import qparams_of_range
 
 __all__ = ["RangeSearch"]
 
@@ -85,7 +86,7 @@ class RangeSearch:
         args = self.args
         if args.strategy == QuantizationStrategy.TENSOR_GROUP:
             args = args.model_copy(update={"scale_dtype": None})
-        scale, zero_point = calculate_qparams(min_vals, max_vals, args)
+        scale, zero_point = qparams_of_range(min_vals, max_vals, args)
         # With one scale per row of the last dimension the value is quantized in place of any
         # strategy, without bringing it back to the shape it had before it was flattened.
         per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})

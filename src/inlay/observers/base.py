@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from compressed_tensors import InternalModule
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import generate_gparam
 from compressed_tensors.registry.registry import RegistryMixin
 from torch import distributed as dist
 
@@ -15,8 +15,9 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers.helpers import flatten_for_calibration
 from inlay.observers.kwargs import Kwarg, read_kwargs
 from inlay.observers.sync import start_sync
+from inlay.qparams import qparams_of_range
 
-__all__ = ["MinMaxTuple", "Observer", "QParamsDict"]
+__all__ = ["MinMaxTuple", "Observer", "QParamsDict", "require_finite"]
 
 MinMaxTuple = tuple[torch.Tensor, torch.Tensor]
 
@@ -110,12 +111,7 @@ class Observer(InternalModule, RegistryMixin):
         """
         require_finite(self, ("min_vals", "max_vals"))
         global_scale = self.get_global_scale()
-        scale, zero_point = calculate_qparams(
-            min_vals=self.min_vals,
-            max_vals=self.max_vals,
-            quantization_args=self.args,
-            global_scale=global_scale,
-        )
+        scale, zero_point = qparams_of_range(self.min_vals, self.max_vals, self.args, global_scale)
         if not _is_usable(scale):
             raise StatisticsError(
                 f"{self.slot}: the range from {float(self.min_vals.min()):.4g} to "

@@ -7,7 +7,12 @@ from inlay.observers.base import MinMaxTuple, Observer
 from inlay.observers.helpers import lerp
 from inlay.observers.kwargs import AVERAGING_CONSTANT
 
-__all__ = ["MemorylessMinMaxObserver", "MinMaxObserver", "StaticMinMaxObserver"]
+__all__ = [
+    "MemorylessMinMaxObserver",
+    "MinMaxObserver",
+    "StaticMinMaxObserver",
+    "average_into",
+]
 
 
 @Observer.register("memoryless_minmax")

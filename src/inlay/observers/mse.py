@@ -8,7 +8,7 @@ from inlay.observers.kwargs import AVERAGING_CONSTANT, EXPAND, Kwarg, count, fra
 from inlay.observers.min_max import average_into
 from inlay.search import RangeSearch
 
-__all__ = ["MemorylessMSEObserver", "MovingAverageMSEObserver"]
+__all__ = ["MemorylessMSEObserver", "MovingAverageMSEObserver", "shrink_factors"]
 
 _SEARCH_KWARGS: tuple[Kwarg, ...] = (
     fraction("maxshrink", 0.20),

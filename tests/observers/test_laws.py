@@ -1,0 +1,207 @@
+"""What holds for all values, shown with Hypothesis."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle import fake_quantize
+from compressed_tensors.quantization.utils import calculate_range
+from formats import NVFP4
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from strategies import activations, batches, integer_or_fp8_args, observables, tensors, weights
+
+from inlay.observers import Observer, flatten_for_calibration, lerp
+
+PER_TENSOR = QuantizationArgs(num_bits=8, strategy="tensor")
+ALL = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse", "imatrix_mse"]
+
+
+def observer(name: str, base_name: str, args: QuantizationArgs, **kwargs: object) -> Observer:
+    return Observer.load_from_registry(name, base_name=base_name, args=args, **kwargs)
+
+
+def ranges(of: Observer) -> list[torch.Tensor]:
+    return [of.min_vals, of.max_vals]
+
+
+def assert_same_ranges(one: Observer, other: Observer) -> None:
+    for own, theirs in zip(ranges(one), ranges(other), strict=True):
+        assert torch.equal(own, theirs)
+
+
+@given(observables())
+def test_flattening_counts_every_element_once(case) -> None:
+    base_name, args, value = case
+    numbered = torch.arange(1.0, value.numel() + 1).reshape(value.shape)
+    flat = flatten_for_calibration(numbered, base_name, args).flatten().sort().values
+    padding = flat.numel() - value.numel()
+    assert torch.equal(flat, torch.cat([torch.zeros(padding), numbered.flatten()]))
+    assert padding == 0 or args.strategy == "block"
+
+
+@given(observables())
+def test_flattening_has_the_shape_of_the_scale_in_the_middle(case) -> None:
+    base_name, args, value = case
+    of = observer("memoryless_minmax", base_name, args)(value)
+    middle = flatten_for_calibration(value, base_name, args).shape[1:-1]
+    assert of.min_vals.shape == middle
+    assert of.get_qparams()["scale"].shape == middle
+
+
+@given(batches(), st.randoms())
+def test_static_minmax_does_not_depend_on_order_or_repetition(tensors_, random) -> None:
+    straight = observer("static_minmax", "input", PER_TENSOR)
+    for tensor in tensors_:
+        straight(tensor)
+    shuffled = observer("static_minmax", "input", PER_TENSOR)
+    again = tensors_ + tensors_[:2]
+    random.shuffle(again)
+    for tensor in again:
+        shuffled(tensor)
+    assert_same_ranges(straight, shuffled)
+
+
+@given(activations(4), st.data())
+def test_static_minmax_does_not_depend_on_splitting(tensor, data) -> None:
+    rows = tensor.flatten(0, 1)
+    cut = data.draw(st.integers(0, len(rows)))
+    whole = observer("static_minmax", "input", PER_TENSOR)(rows)
+    parts = observer("static_minmax", "input", PER_TENSOR)(rows[:cut])(rows[cut:])
+    assert_same_ranges(whole, parts)
+
+
+@pytest.mark.filterwarnings("ignore:imatrix_mse searches without importance")
+@pytest.mark.parametrize("name", ALL)
+@given(case=observables())
+def test_scales_are_positive_and_zero_points_in_range(name: str, case) -> None:
+    base_name, args, value = case
+    qparams = observer(name, base_name, args)(value).get_qparams()
+    scale, zero_point = qparams["scale"].float(), qparams["zero_point"].float()
+    low, high = calculate_range(args, scale.device)
+    assert bool(torch.isfinite(scale).all())
+    assert bool((scale > 0).all())
+    assert bool(((zero_point >= low) & (zero_point <= high)).all())
+
+
+@given(
+    st.builds(
+        lambda bits, symmetric: QuantizationArgs(
+            num_bits=bits, strategy="tensor", symmetric=symmetric
+        ),
+        st.integers(2, 8),
+        st.booleans(),
+    ),
+    tensors(),
+)
+def test_round_trip_is_within_half_a_scale(args, value) -> None:
+    qparams = observer("memoryless_minmax", "weight", args)(value).get_qparams()
+    scale, zero_point = qparams["scale"], qparams["zero_point"]
+    assume(float(value.abs().max()) > 1e-30)  # below, the scale is a floor and not the range
+    restored = fake_quantize(value, scale, zero_point, args)
+    low, high = calculate_range(args, value.device)
+    inside = (value >= (low - zero_point) * scale) & (value <= (high - zero_point) * scale)
+    error = (restored - value).abs()[inside]
+    # Half a scale, and the rounding of the float32 arithmetic that computes it.
+    slack = value.abs().max() * torch.finfo(torch.float32).eps * 4
+    assert bool((error <= scale / 2 + slack).all())
+
+
+@pytest.mark.filterwarnings("ignore:imatrix_mse searches without importance")
+@pytest.mark.parametrize("name", ["memoryless_mse", "imatrix_mse"])
+@given(case=observables(), norm=st.sampled_from([1.0, 2.0, 2.4, 3.0]))
+def test_searched_range_is_never_worse_than_the_full_one(name: str, case, norm: float) -> None:
+    base_name, args, value = case
+    searching = observer(name, base_name, args, norm=norm)(value)
+    full = observer("memoryless_minmax", base_name, args)(value)
+    observed = flatten_for_calibration(value, base_name, args)
+    best = searching.search.error(observed, *ranges(searching))
+    whole = searching.search.error(observed, *ranges(full))
+    assert bool((best <= whole).all())
+
+
+@given(
+    weights(8),
+    # Few bits, so that the mean of equal numbers is that number exactly.
+    st.integers(1, 100).map(lambda eighths: eighths / 8),
+    st.sampled_from(["channel", "group"]),
+)
+def test_uniform_importance_equals_no_importance(weight, importance: float, strategy: str) -> None:
+    args = QuantizationArgs(
+        num_bits=4, strategy=strategy, group_size=4 if strategy == "group" else None
+    )
+    weighted = observer("imatrix_mse", "weight", args, strict=True)
+    weighted._imatrix_sum = torch.full((8,), importance * 4)
+    weighted._imatrix_count = torch.tensor(4)
+    with pytest.warns(UserWarning, match="without importance"):
+        plain = observer("imatrix_mse", "weight", args)(weight)
+    assert_same_ranges(weighted(weight), plain)
+
+
+@given(weights(16), st.integers(1, 16), st.data())
+def test_unimportant_channels_do_not_count(weight, kept: int, data) -> None:
+    """What lies in a channel of importance zero has no say, as long as the range is the same."""
+    args = QuantizationArgs(num_bits=4, strategy="channel")
+    changed = weight.clone()
+    limit = weight.abs().amax(dim=-1, keepdim=True)
+    noise = data.draw(tensors((len(weight), 16 - kept), scaled=False)) / 4.1 if kept < 16 else None
+    if noise is not None:
+        changed[:, kept:] = noise * limit
+    assume(torch.equal(changed.amin(-1), weight.amin(-1)))
+    assume(torch.equal(changed.amax(-1), weight.amax(-1)))
+    found = []
+    for value in (weight, changed):
+        of = observer("imatrix_mse", "weight", args, strict=True)
+        of._imatrix_sum = (torch.arange(16) < kept).float()
+        of._imatrix_count = torch.tensor(1)
+        found.append(of(value))
+    assert_same_ranges(*found)
+
+
+@given(st.lists(weights(16), min_size=2, max_size=4), st.randoms())
+def test_fused_observers_share_a_global_scale_in_any_order(members, random) -> None:
+    args = QuantizationArgs(**NVFP4)
+    group = [observer("memoryless_minmax", "weight", args) for _ in members]
+    Observer.fuse(group)
+    for of, weight in zip(group, members, strict=True):
+        of(weight)
+    random.shuffle(group)
+    scales = [of.get_qparams()["global_scale"] for of in group]
+    largest = max(float(weight.abs().max()) for weight in members)
+    for scale in scales:
+        assert scale is not None
+        assert torch.equal(scale, scales[0])
+    if largest > 1e-20:
+        alone = observer("memoryless_minmax", "weight", args)(torch.full((1, 16), largest))
+        assert torch.equal(scales[0], alone.get_qparams()["global_scale"])
+
+
+@pytest.mark.filterwarnings("ignore:imatrix_mse searches without importance")
+@pytest.mark.parametrize("name", ALL)
+@given(case=observables())
+def test_asking_for_qparams_changes_nothing(name: str, case) -> None:
+    base_name, args, value = case
+    of = observer(name, base_name, args)(value)
+    before = [statistic.clone() for statistic in ranges(of)]
+    first, second = of.get_qparams(), of.get_qparams()
+    for old, new in zip(before, ranges(of), strict=True):
+        assert torch.equal(old, new)
+    assert torch.equal(first["scale"], second["scale"])
+    assert torch.equal(first["zero_point"].float(), second["zero_point"].float())
+
+
+@given(integer_or_fp8_args(strategy="tensor"), batches(), st.floats(0.0, 1.0))
+def test_moving_average_stays_between_the_extremes(args, tensors_, constant: float) -> None:
+    of = observer("minmax", "input", args, averaging_constant=constant)
+    for tensor in tensors_:
+        of(tensor)
+    lows = torch.stack([tensor.amin() for tensor in tensors_])
+    highs = torch.stack([tensor.amax() for tensor in tensors_])
+    slack = torch.stack([tensor.abs().amax() for tensor in tensors_]).max() * 1e-5
+    assert float(lows.min() - slack) <= float(of.min_vals) <= float(lows.max() + slack)
+    assert float(highs.min() - slack) <= float(of.max_vals) <= float(highs.max() + slack)
+
+
+@given(tensors((3,)), tensors((3,)))
+def test_lerp_meets_its_ends(start, end) -> None:
+    assert torch.equal(lerp(start, end, 0.0), start)
+    assert torch.equal(lerp(start, end, 1.0), end)

@@ -1,0 +1,104 @@
+"""The examples run, and the custom observers in them keep what they promise."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import observables, tensors
+
+from inlay.errors import ConfigurationError
+from inlay.observers import Observer, flatten_for_calibration
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+MARGIN = runpy.run_path(str(EXAMPLES / "custom_minmax.py"))
+NORMAL = runpy.run_path(str(EXAMPLES / "custom_normal.py"))
+PERCENTILE = runpy.run_path(str(EXAMPLES / "custom_percentile.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("custom_minmax.py", "range -1.5 to 6.0"),
+        ("custom_normal.py", "range -4."),
+        ("custom_percentile.py", "percentile: scale 0.0"),
+        ("observe_a_weight.py", "memoryless_mse: error 0.1"),
+    ],
+)
+def test_example_runs(name: str, line: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=True
+    )
+    assert line in done.stdout
+
+
+@pytest.mark.slow
+def test_demo_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, check=True
+    )
+    for word in ("W8A8", "NVFP4", "imatrix_mse", "37 Linear layers"):
+        assert word in done.stdout
+
+
+def test_readme_example_is_the_example() -> None:
+    shown = (ROOT / "README.md").read_text()
+    code = (EXAMPLES / "observe_a_weight.py").read_text().split('"""', 2)[2].strip()
+    assert code in shown
+
+
+@pytest.mark.parametrize("name", ["margin_minmax", "normal", "percentile"])
+@given(case=observables())
+def test_custom_observers_take_every_strategy(name: str, case) -> None:
+    base_name, args, value = case
+    of = Observer.load_from_registry(name, base_name=base_name, args=args)(value)
+    scale = of.get_qparams()["scale"]
+    assert scale.shape == flatten_for_calibration(value, base_name, args).shape[1:-1]
+    assert bool((scale.float() > 0).all())
+
+
+@given(tensors(), st.floats(0, 1))
+def test_quantile_is_that_of_torch(values, q: float) -> None:
+    own = PERCENTILE["quantile"](values, q)
+    slack = float(values.abs().max()) * 1e-5
+    torch.testing.assert_close(own, torch.quantile(values, q, dim=-1), rtol=0, atol=slack)
+
+
+def test_percentile_takes_more_than_quantile_does() -> None:
+    value = torch.zeros(1, 1, 17_000_000)
+    value[..., :10] = 5
+    of = PERCENTILE["PercentileObserver"]("input", QuantizationArgs(strategy="tensor"))
+    of.update_statistics_from_observed(value)
+    assert float(of.max_vals) == 0
+
+
+def test_percentile_out_of_range() -> None:
+    of = PERCENTILE["PercentileObserver"]("input", QuantizationArgs(strategy="tensor"))
+    of.args.observer_kwargs["percentile"] = 20
+    with pytest.raises(ConfigurationError, match="from 50 to 100"):
+        of(torch.ones(2, 2))
+
+
+@given(st.lists(tensors((2, 3), scaled=False), min_size=1, max_size=4))
+def test_normal_observer_sees_all_batches_as_one(batches) -> None:
+    args = QuantizationArgs(strategy="tensor")
+    parts = NORMAL["NormalObserver"]("input", args, k=2.0)
+    for batch in batches:
+        parts(batch)
+    whole = NORMAL["NormalObserver"]("input", args, k=2.0)(torch.cat(batches))
+    for own, expected in zip(parts.range(), whole.range(), strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+    everything = torch.cat(batches)
+    torch.testing.assert_close(
+        whole.range()[1],
+        (everything.mean() + 2 * everything.std(correction=0)).reshape(1),
+        atol=1e-4,
+        rtol=1e-4,
+    )
