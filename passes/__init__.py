@@ -1,5 +1,41 @@
 """The passes of Inlay: each a function from graph to graph."""
 
 from inlay.pass_base import Pass, PassResult, Pipeline
+from inlay.passes.annotate import Annotate
+from inlay.passes.fold_qparams import FoldQParams
+from inlay.passes.insert_observers import InsertObservers
+from inlay.passes.outline_repeats import OutlineRepeats
+from inlay.passes.prune_unobserved import PruneUnobserved
+from inlay.passes.remove_observers import RemoveObservers
+from inlay.passes.share_observers import ShareObservers
 
-__all__ = ["Pass", "PassResult", "Pipeline"]
+__all__ = [
+    "FINALIZE",
+    "PREPARE",
+    "Annotate",
+    "FoldQParams",
+    "InsertObservers",
+    "OutlineRepeats",
+    "Pass",
+    "PassResult",
+    "Pipeline",
+    "PruneUnobserved",
+    "RemoveObservers",
+    "ShareObservers",
+]
+
+# From a traced graph to one that observes.
+PREPARE: tuple[type[Pass], ...] = (
+    Annotate,  # matches ops by their weights, which later passes move and replace
+    InsertObservers,  # needs the annotations
+    ShareObservers,  # before pruning: what is observed twice is needed twice
+    PruneUnobserved,  # only where no outputs are wanted; leaves nothing dangling in the blocks
+    OutlineRepeats,  # last: the others look at the whole graph
+)
+
+# From a graph that observes to one that quantizes.
+FINALIZE: tuple[type[Pass], ...] = (
+    FoldQParams,  # reads from the observers which slots share a scale
+    RemoveObservers,
+    OutlineRepeats,  # last, as above
+)

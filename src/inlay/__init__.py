@@ -14,17 +14,23 @@ from inlay.errors import (
 
 if TYPE_CHECKING:
     from inlay import observers, passes
+    from inlay.by_name import finalize
+    from inlay.calibration import Calibration
     from inlay.observers import Observer, QParamsDict, sync_observers
+    from inlay.recipe import Recipe
 
 __all__ = [
+    "Calibration",
     "ConfigurationError",
     "GraphError",
     "InlayError",
     "ObservationError",
     "Observer",
     "QParamsDict",
+    "Recipe",
     "StatisticsError",
     "__version__",
+    "finalize",
     "observers",
     "passes",
     "sync_observers",
@@ -32,8 +38,11 @@ __all__ = [
 
 # compressed-tensors imports transformers. Whoever only imports inlay does not pay for that.
 _LAZY = {
+    "Calibration": "inlay.calibration",
     "Observer": "inlay.observers",
     "QParamsDict": "inlay.observers",
+    "Recipe": "inlay.recipe",
+    "finalize": "inlay.by_name",
     "sync_observers": "inlay.observers",
 }
 _LAZY_MODULES = ("observers", "passes")

@@ -1,11 +1,11 @@
 """What a pass is, and how passes are run one after the other."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from inlay.errors import GraphError, InlayError
 
@@ -56,6 +56,13 @@ class Pipeline:
 
     passes: Sequence[Pass]
 
+    @classmethod
+    def of(cls, passes: Iterable[type[Pass]], **configuration: Any) -> "Pipeline":
+        """Passes with their fields taken from `configuration`, each those that it has."""
+        return cls(
+            tuple(step(**{f.name: configuration[f.name] for f in fields(step)}) for step in passes)
+        )
+
     def __call__(self, gm: GraphModule) -> PassResult:
         modified = False
         done: list[str] = []
@@ -63,15 +70,28 @@ class Pipeline:
             try:
                 result = step(gm)
             except InlayError as error:
-                raise type(error)(f"{_place(step, done)}: {error}") from error
+                raise type(error)(f"{_place(step, done, error)}: {error}") from error
             except Exception as error:
                 raise GraphError(
-                    f"{_place(step, done)}: {type(error).__name__}: {error}"
+                    f"{_place(step, done, error)}: {type(error).__name__}: {error}"
                 ) from error
             gm, modified = result.graph_module, modified or result.modified
             done.append(step.name)
         return PassResult(gm, modified)
 
 
-def _place(step: Pass, done: list[str]) -> str:
-    return f"in pass {step.name}, after {', '.join(done) if done else 'no other'}"
+def _place(step: Pass, done: list[str], error: Exception) -> str:
+    node = _node_at_hand(error)
+    at = "" if node is None else f" at node {node.name}"
+    return f"in pass {step.name}, after {', '.join(done) if done else 'no other'}{at}"
+
+
+def _node_at_hand(error: Exception) -> Node | None:
+    """The node that was worked on: passes call the one they are at `node`."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        node = traceback.tb_frame.f_locals.get("node")
+        found = node if isinstance(node, Node) else found
+        traceback = traceback.tb_next
+    return found

@@ -48,6 +48,9 @@ class Observer(InternalModule, RegistryMixin):
     # reads what it likes from `self.args.observer_kwargs`.
     _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
 
+    # Whether `observe_input` wants to see the inputs of the module whose weight is observed.
+    observes_input: ClassVar[bool] = False
+
     base_name: str
     args: QuantizationArgs
     slot: str
@@ -134,6 +137,10 @@ class Observer(InternalModule, RegistryMixin):
             ]
         ).max()
         return _as_tensor(generate_gparam(-absmax.reshape(1), absmax.reshape(1)))
+
+    def observe_input(self, x: torch.Tensor) -> None:
+        """Take in an input of the module, for a weight observer that weighs its channels."""
+        raise NotImplementedError
 
     def sync_activation_stats(self) -> list[dist.Work]:
         """Start merging the statistics over all ranks, by the operations of `_act_sync_dict`.

@@ -9,6 +9,7 @@ from inlay.errors import ConfigurationError, ObservationError
 
 __all__ = [
     "FUSED_LAYER_NAMES",
+    "as_stored",
     "flatten_for_calibration",
     "fuse_weight_observers",
     "lerp",
@@ -200,4 +201,19 @@ def _args(observer: Module) -> QuantizationArgs:
 
 def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
     """Move from `start` to `end` by `weight`, for dtypes that `torch.lerp` does not take."""
-    return (start * (1.0 - weight)) + (end * weight)
+    return as_stored(as_stored(start * (1.0 - weight)) + as_stored(end * weight))
+
+
+def as_stored(value: torch.Tensor) -> torch.Tensor:
+    """The value, rounded to its dtype also where a compiler would not round it.
+
+    Inductor computes bfloat16 in float32 and rounds only what it stores, so a moving average would
+    differ from the eager one. It cannot see through arithmetic on the bits. In eager mode they are
+    rounded already, and this changes nothing.
+    """
+    if value.dtype != torch.bfloat16:
+        return value
+    bits = value.float().view(torch.int32)
+    to_nearest_even = 0x7FFF + ((bits >> 16) & 1)
+    rounded = ((bits + to_nearest_even) & -0x10000).view(torch.float32)
+    return torch.where(value.isnan(), value, rounded.to(torch.bfloat16))

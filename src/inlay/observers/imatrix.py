@@ -47,6 +47,7 @@ class IMatrixMSEObserver(Observer):
         switch("strict", False),
     )
 
+    observes_input = True
     maxshrink: float
     patience: int
     grid: float
@@ -96,20 +97,25 @@ class IMatrixMSEObserver(Observer):
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         self.min_vals, self.max_vals = self.search(observed, self._importance(observed))
 
+    def observe_input(self, x: torch.Tensor) -> None:
+        """Add x² of every token to the sums."""
+        squares = x.to(_PRECISION).pow(2).sum(dim=list(range(x.ndim - 1)))
+        if self._imatrix_sum is not None:
+            squares = squares + self._imatrix_sum.to(x.device)
+        self._imatrix_sum = squares
+        self._imatrix_count = self._imatrix_count.to(x.device) + math.prod(x.shape[:-1])
+
     @torch.no_grad()
     def _accumulate(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         x = args[0] if args else kwargs.get("input")
         x = x[0] if isinstance(x, tuple) else x
-        if not isinstance(x, torch.Tensor) or self._imatrix_sum is None:
-            return
-        squares = x.to(_PRECISION).pow(2).sum(dim=list(range(x.ndim - 1)))
-        total = self._imatrix_sum.to(x.device) + squares
-        seen = self._imatrix_count.to(x.device) + math.prod(x.shape[:-1])
-        self._share(module, total, seen)
+        if isinstance(x, torch.Tensor):
+            self.observe_input(x)
+            self._share(module, self._imatrix_sum, self._imatrix_count)
 
-    def _share(self, module: Any, total: torch.Tensor, seen: torch.Tensor) -> None:
+    def _share(self, module: Any, total: torch.Tensor | None, seen: torch.Tensor) -> None:
         """Keep the sums here and on the module: the same tensors, for one pass or two."""
         self._imatrix_sum, self._imatrix_count = total, seen
         module._imatrix_sum, module._imatrix_count = total, seen

@@ -4,7 +4,7 @@ import torch
 from torch import distributed as dist
 
 from inlay.observers.base import MinMaxTuple, Observer
-from inlay.observers.helpers import lerp
+from inlay.observers.helpers import as_stored, lerp
 from inlay.observers.kwargs import AVERAGING_CONSTANT
 
 __all__ = [
@@ -64,4 +64,5 @@ def average_into(observer: Observer, found: MinMaxTuple, weight: float) -> None:
 
 
 def _min_max(observed: torch.Tensor) -> MinMaxTuple:
-    return torch.amin(observed, dim=(0, -1)), torch.amax(observed, dim=(0, -1))
+    min_vals, max_vals = torch.amin(observed, dim=(0, -1)), torch.amax(observed, dim=(0, -1))
+    return as_stored(min_vals), as_stored(max_vals)

@@ -1,0 +1,72 @@
+"""Find the ops that a recipe wants quantized."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from inlay.graph import attention_states, copy, module_path, weight_use
+from inlay.pass_base import Pass, PassResult
+from inlay.slots import Plan, Slot, annotate
+from inlay.state import is_importance_weighted
+
+__all__ = ["Annotate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annotate(Pass):
+    """Write on every op that uses a targeted module which slots it has.
+
+    Before:                             After:
+        x                                   x
+        y = linear(x, fc_weight)            y = linear(x, fc_weight)  # fc.weight, fc.input
+        return y                            return y
+
+    An op is matched by the weight it uses, by identity and not by name, so a module that is called
+    twice is one module, tied weights are one weight, and a linear op over any other tensor is left
+    alone. Attention has no weight of its own and is matched by the module it was traced in, whose
+    name is known from a weight beside it.
+    """
+
+    plan: Plan
+
+    def call(self, gm: GraphModule) -> PassResult:
+        gm = copy(gm)
+        modified = False
+        located = self._locator(gm)
+        for node in gm.graph.nodes:
+            modified |= annotate(node, self._slots(gm, node, located))
+        return PassResult(gm, modified)
+
+    def _slots(self, gm: GraphModule, node: Node, located: Callable[[str], str]) -> dict[str, Slot]:
+        use = weight_use(gm, node)
+        if use is not None:
+            owner = self.plan.owner(use.weight, use.kind)
+            return {} if owner is None else _with_importance(self.plan.of_module(owner))
+        if attention_states(node) is not None:
+            path = module_path(node)
+            return {} if path is None else self.plan.of_module(located(path))
+        return {}
+
+    def _locator(self, gm: GraphModule) -> Callable[[str], str]:
+        """From names in the trace to names in the model: a part of it, or more, may be traced."""
+        for node in gm.graph.nodes:
+            use, path = weight_use(gm, node), module_path(node)
+            owner = None if use is None else self.plan.owner(use.weight, use.kind)
+            if owner is None or path is None:
+                continue
+            if f".{owner}".endswith(f".{path}"):
+                missing = owner.removesuffix(path)
+                return lambda name: f"{missing}{name}"
+            if path.endswith(f".{owner}"):
+                surplus = path.removesuffix(owner)
+                return lambda name: name.removeprefix(surplus)
+        return lambda name: name
+
+
+def _with_importance(slots: dict[str, Slot]) -> dict[str, Slot]:
+    """A weight observer that weighs input channels has to see the inputs too."""
+    weight = slots.get("weight")
+    if weight is None or not is_importance_weighted(weight):
+        return slots
+    return {**slots, "importance": Slot(weight.module, "importance", weight.args)}

@@ -1,0 +1,171 @@
+"""Fold quantization parameters into the graph."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
+from inlay.graph import (
+    SlotInput,
+    add_input,
+    attention_states,
+    copy,
+    fake_mode,
+    fake_value,
+    replace_weight,
+    stamp,
+    weight_use,
+)
+from inlay.observers import QParamsDict
+from inlay.pass_base import Pass, PassResult
+from inlay.quantize import QuantizeDequantize
+from inlay.slots import Slot, slots_of
+from inlay.state import observes
+
+__all__ = ["FoldQParams"]
+
+_FOLDED = "inlay_folded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldQParams(Pass):
+    """Put quantize-dequantize where the observers stand, and the quantized weight in its place.
+
+    Before:                                After:
+        x, w, fc_input_seen, ...               x, w, fc_weight_folded, fc_input_scale, ...
+        observe(x, fc_input_seen, ...)         observe(x, fc_input_seen, ...)
+        observe_weight(w)                      observe_weight(w)
+        y = linear(x, w)                       x_q = quantize_dequantize(x, fc_input_scale, ...)
+        return y                               y = linear(x_q, fc_weight_folded)
+                                               return y
+
+    The weight is quantized before, once; a graph never does it per call. Scales and weights are
+    inputs, so that identical blocks share a graph; `inlay.graph.bind` makes them constants.
+    Slots that are quantized dynamically compute their scales in the graph. A slot without qparams
+    is left in full precision.
+    """
+
+    qparams: Mapping[str, QParamsDict]
+
+    def call(self, gm: GraphModule) -> PassResult:
+        gm = copy(gm)
+        modified = False
+        shared = {slot.name: observes(n)[0].name for n in gm.graph.nodes for slot in observes(n)}
+        done: dict[tuple[Any, ...], Node] = {}
+        for node in list(gm.graph.nodes):
+            if not slots_of(node) or node.meta.get(_FOLDED):
+                continue
+            node = _as_function(gm, node, self.name)
+            node.meta[_FOLDED] = True
+            for base_name, slot in slots_of(node).items():
+                if base_name == "importance" or not self._has_qparams(slot):
+                    continue
+                if base_name == "weight":
+                    self._fold_weight(gm, node, slot)
+                else:
+                    self._quantize(gm, node, slot, shared.get(slot.name, slot.name), done)
+                modified = True
+        gm.recompile()
+        return PassResult(gm, modified)
+
+    def _has_qparams(self, slot: Slot) -> bool:
+        return slot.name in self.qparams or not slot.is_observed
+
+    def _fold_weight(self, gm: GraphModule, node: Node, slot: Slot) -> None:
+        use = weight_use(gm, node)
+        assert use is not None
+        assert use.weight_node is not None
+        folded = add_input(
+            gm.graph, SlotInput(slot.name, "folded"), fake_value(use.weight_node), self.name
+        )
+        replace_weight(node, folded)
+
+    def _quantize(
+        self, gm: GraphModule, node: Node, slot: Slot, owner: str, done: dict[tuple[Any, ...], Node]
+    ) -> None:
+        reader, value = _reader_and_value(gm, node, slot.base_name)
+        key = (value, owner if slot.is_observed else repr(slot.args))
+        if key not in done or slot.base_name == "output":
+            inputs = self._inputs(gm, slot, owner, value)
+            target = QuantizeDequantize(slot.args, tuple(inputs))
+            at = (
+                gm.graph.inserting_after(node)
+                if slot.base_name == "output"
+                else gm.graph.inserting_before(reader)
+            )
+            with at:
+                quantized = gm.graph.call_function(target, (value, *inputs.values()))
+            quantized.meta["example_value"] = fake_value(value)
+            quantized.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            done[key] = stamp(quantized, self.name)
+        quantized = done[key]
+        if slot.base_name == "output":
+            node.replace_all_uses_with(
+                quantized, delete_user_cb=lambda user: user is not quantized and not observes(user)
+            )
+        else:
+            reader.replace_input_with(value, quantized)
+
+    def _inputs(self, gm: GraphModule, slot: Slot, owner: str, value: Node) -> dict[str, Node]:
+        if not slot.is_observed:
+            return {}
+        wanted = ("scale", "zero_point", "global_scale") if slot.is_static else ("global_scale",)
+        found = {key: self.qparams[slot.name].get(key) for key in wanted}
+        mode = fake_mode(fake_value(value))
+        return {
+            key: add_input(
+                gm.graph,
+                SlotInput(owner, key),
+                tensor if mode is None else mode.from_tensor(tensor, static_shapes=True),
+                self.name,
+            )
+            for key, tensor in found.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+
+
+def _reader_and_value(gm: GraphModule, node: Node, base_name: str) -> tuple[Node, Node]:
+    """What of an op is quantized, and the node that is to read the quantized value."""
+    if base_name == "output":
+        return node, node
+    states = attention_states(node)
+    if states is None:
+        use = weight_use(gm, node)
+        assert use is not None
+        assert use.value is not None
+        return node, use.value
+    value, reader = states[base_name], node
+    operand = node.args["qkv".index(base_name)]
+    while operand is not value:  # heads are repeated on the way
+        assert isinstance(operand, Node)
+        reader, operand = operand, operand.args[0]
+    return reader, value
+
+
+def _as_function(gm: GraphModule, node: Node, pass_name: str) -> Node:
+    """A call of a module, written as the function it is, so that its weight can be replaced."""
+    if node.op != "call_module":
+        return node
+    module = gm.get_submodule(str(node.target))
+    graph = gm.graph
+    with graph.inserting_before(node):
+        weight = stamp(graph.get_attr(f"{node.target}.weight"), pass_name)
+        weight.meta["example_value"] = module.weight
+        value = node.args[0] if node.args else node.kwargs["input"]
+        if isinstance(module, torch.nn.Linear):
+            bias = None
+            if module.bias is not None:
+                bias = stamp(graph.get_attr(f"{node.target}.bias"), pass_name)
+            function = graph.call_function(F.linear, (value, weight, bias))
+        else:
+            assert isinstance(module, torch.nn.Embedding)
+            function = graph.call_function(
+                F.embedding, (value, weight, module.padding_idx, module.max_norm)
+            )
+    function.meta = dict(node.meta)
+    node.replace_all_uses_with(function)
+    graph.erase_node(node)
+    return stamp(function, pass_name)

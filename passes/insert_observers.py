@@ -1,0 +1,126 @@
+"""Put observers into the graph."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from inlay.errors import GraphError
+from inlay.graph import (
+    SlotInput,
+    add_input,
+    attention_states,
+    copy,
+    fake_value,
+    stamp,
+    weight_use,
+)
+from inlay.pass_base import Pass, PassResult
+from inlay.slots import Slot, slots_of
+from inlay.state import OBSERVES, Observe, ObserveWeight, Rule, observes
+
+__all__ = ["InsertObservers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InsertObservers(Pass):
+    """Place one observe node at each annotated value, with its state as inputs of the graph.
+
+    Before:                                      After:
+        x, w                                         x, w, fc_input_seen, fc_input_max_vals, ...
+        y = linear(x, w)  # fc.weight, fc.input      observe_weight(w)
+        return y                                     observe(x, fc_input_seen, ...)
+                                                     y = linear(x, w)
+                                                     return y
+
+    The node stands right before the op that reads the value: that is what the op sees, also where
+    the value is changed in place on the way. Outputs are observed right after the op. A weight is
+    the same for every batch; its node marks the place and is run once, at finalize.
+    """
+
+    def call(self, gm: GraphModule) -> PassResult:
+        gm = copy(gm)
+        there = {(slot.name, node.args[0]) for node in gm.graph.nodes for slot in observes(node)}
+        modified = False
+        for node in list(gm.graph.nodes):
+            for base_name, slot in slots_of(node).items():
+                value = _value(gm, node, base_name)
+                if not slot.is_observed or value is None or (slot.name, value) in there:
+                    continue
+                self._insert(gm.graph, node, value, slot)
+                there.add((slot.name, value))
+                modified = True
+        gm.recompile()
+        return PassResult(gm, modified)
+
+    def ensures(self, gm: GraphModule) -> None:
+        observed = {slot.name for node in gm.graph.nodes for slot in observes(node)}
+        for node in gm.graph.nodes:
+            for slot in slots_of(node).values():
+                if slot.is_observed and slot.name not in observed:
+                    raise GraphError(f"{slot.name} at node {node.name} is not observed")
+
+    def _insert(self, graph: Graph, node: Node, value: Node, slot: Slot) -> None:
+        at = graph.inserting_after(node) if value is node else graph.inserting_before(node)
+        rule = Rule(slot)
+        if slot.base_name == "weight":
+            with at:
+                observe = graph.call_function(ObserveWeight(rule), (value,))
+        else:
+            fake = fake_value(value)
+            if not isinstance(fake, torch.Tensor):
+                raise GraphError(
+                    f"node {value.name}, observed as {slot.name}, has no shape; trace with example "
+                    "inputs or use inlay.graph.propagate_shapes first"
+                )
+            target, state = _observe(rule, fake)
+            inputs = [
+                add_input(graph, SlotInput(slot.name, key), tensor, self.name)
+                for key, tensor in state.items()
+            ]
+            with at:
+                observe = graph.call_function(target, (value, *inputs))
+        observe.meta[OBSERVES] = (slot,)
+        observe.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+        stamp(observe, self.name)
+
+
+def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
+    """The node that a slot of this op observes."""
+    if base_name == "output":
+        return node
+    states = attention_states(node)
+    if states is not None:
+        return states.get(base_name)
+    use = weight_use(gm, node)
+    if use is None or base_name != "weight":
+        return None if use is None else use.value
+    if use.weight_node is not None:
+        return use.weight_node
+    target = f"{node.target}.weight"  # the op is a call of the module, which has the weight
+    existing: list[Node] = [n for n in gm.graph.find_nodes(op="get_attr") if n.target == target]
+    if existing:
+        return existing[0]
+    with gm.graph.inserting_before(node):
+        attribute: Node = gm.graph.get_attr(target)
+    return stamp(attribute, InsertObservers.__name__)
+
+
+def _observe(rule: Rule, value: torch.Tensor) -> tuple[Observe, dict[str, Any]]:
+    """The observe node's target and its state without data."""
+    try:
+        specs = rule.specs(value)
+        reason = None
+    except Exception as error:
+        # Whatever an observer of the user's own does while it is traced: it still works.
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        specs = ()
+        # Without the slot's name: the same text for all slots is shown once.
+        warnings.warn(
+            f"observer {rule.name} cannot be traced and runs outside the compiled graph: {reason}",
+            stacklevel=2,
+        )
+    target = Observe(rule, specs, reason)
+    return target, target.fake_state(value)

@@ -1,0 +1,185 @@
+"""Cut the graph into blocks, and give identical blocks one body."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from inlay.graph import copy, fake_value, made_by, module_path, stamp
+from inlay.pass_base import Pass, PassResult
+
+__all__ = ["OutlineRepeats"]
+
+_BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlineRepeats(Pass):
+    """Make every block of the model a call, and of identical blocks the same call.
+
+    Before:                         After:
+        x, w0, w1                       x, w0, w1
+        a = linear(x, w0)   # layers.0  a = region_0(x, w0)
+        b = relu(a)         # layers.0  b = region_0(a, w1)
+        c = linear(b, w1)   # layers.1  return b
+        d = relu(c)         # layers.1
+        return d
+
+    A block is a module with a number for a name, such as `layers.3`. The cut is made where the
+    number changes, so the pieces keep the order of the graph whatever it is. Pieces are identical
+    if they do the same to values of the same shapes; weights, states and scales are their inputs.
+    A graph that switches autocast or gradients on the way is left whole, because a piece compiled
+    alone would not know.
+    """
+
+    def call(self, gm: GraphModule) -> PassResult:
+        pieces = _cut(gm)
+        if any(made_by(n) == self.name for n in gm.graph.nodes) or _switches_modes(gm):
+            return PassResult(copy(gm), False)
+        if len(pieces) < 2:
+            return PassResult(copy(gm), False)
+        names: dict[Any, str] = {}
+        bodies: dict[str, GraphModule] = {}
+        outer = Graph(tracer_cls=gm.graph._tracer_cls)
+        values: dict[Node, Node] = {}
+        for node in gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                values[node] = outer.node_copy(node)
+        for piece in pieces:
+            inputs, outputs = _interface(piece)
+            key = _structure(piece, inputs, outputs)
+            name = names.setdefault(key, f"region_{len(names)}")
+            if name not in bodies:
+                bodies[name] = _body(gm, piece, inputs, outputs)
+            call = stamp(outer.call_module(name, tuple(values[n] for n in inputs)), self.name)
+            for index, node in enumerate(outputs):
+                values[node] = stamp(outer.call_function(_getitem, (call, index)), self.name)
+                values[node].meta["example_value"] = fake_value(node)
+        (output,) = gm.graph.find_nodes(op="output")
+        outer.node_copy(output, lambda node: values[node])
+        outer._codegen = gm.graph._codegen
+        outlined = GraphModule({**_attributes(gm), **bodies}, outer, type(gm).__name__)
+        outlined.train(gm.training)
+        return PassResult(outlined, True)
+
+
+def _getitem(values: tuple[Any, ...], index: int) -> Any:
+    return values[index]
+
+
+def _cut(gm: GraphModule) -> list[list[Node]]:
+    """Runs of nodes of the same block, in the order of the graph."""
+    pieces: list[list[Node]] = []
+    current: str | None = None
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        path = module_path(node)
+        # An op without a module belongs where it stands.
+        found = _BLOCK.match(path) if path is not None else None
+        block = current if path is None else found.group() if found else ""
+        if block != current or not pieces:
+            pieces.append([])
+            current = block
+        pieces[-1].append(node)
+    return pieces
+
+
+def _switches_modes(gm: GraphModule) -> bool:
+    return any(
+        node.op == "call_function"
+        and getattr(node.target, "__name__", "")
+        in ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode")
+        for node in gm.graph.nodes
+    )
+
+
+def _interface(piece: list[Node]) -> tuple[list[Node], list[Node]]:
+    inside = set(piece)
+    inputs = dict.fromkeys(n for node in piece for n in node.all_input_nodes if n not in inside)
+    outputs = [node for node in piece if any(user not in inside for user in node.users)]
+    return list(inputs), outputs
+
+
+def _body(
+    gm: GraphModule, piece: list[Node], inputs: list[Node], outputs: list[Node]
+) -> GraphModule:
+    graph = Graph(tracer_cls=gm.graph._tracer_cls)
+    values: dict[Node, Node] = {}
+    for node in inputs:
+        values[node] = graph.placeholder(node.name)
+        values[node].meta = {
+            key: value for key, value in node.meta.items() if key != "grapharg"
+        } | {"example_value": _input_value(gm, node)}
+    for node in piece:
+        values[node] = graph.node_copy(node, lambda n: values[n])
+    graph.output(tuple(values[node] for node in outputs))
+    called = {str(node.target) for node in piece if node.op == "call_module"}
+    body = GraphModule({name: gm.get_submodule(name) for name in called}, graph, "Region")
+    body.train(gm.training)
+    return body
+
+
+def _input_value(gm: GraphModule, node: Node) -> Any:
+    value = fake_value(node)
+    if value is None and node.op == "get_attr":
+        value = _attribute(gm, str(node.target))
+    return value
+
+
+def _attribute(gm: GraphModule, target: str) -> Any:
+    value: Any = gm
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _attributes(gm: GraphModule) -> dict[str, Any]:
+    return {
+        str(node.target): _attribute(gm, str(node.target))
+        for node in gm.graph.find_nodes(op="get_attr")
+    }
+
+
+def _structure(piece: list[Node], inputs: list[Node], outputs: list[Node]) -> Any:
+    """Everything a compiled piece depends on, with nodes numbered instead of named."""
+    number = {node: index for index, node in enumerate([*inputs, *piece])}
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, Node):
+            return ("node", number[value])
+        if isinstance(value, (list, tuple)):
+            return (type(value).__name__, *map(numbered, value))
+        if isinstance(value, dict):
+            return tuple((key, numbered(item)) for key, item in value.items())
+        if isinstance(value, slice):
+            return ("slice", numbered(value.start), numbered(value.stop), numbered(value.step))
+        return (type(value).__name__, value if _is_hashable(value) else id(value))
+
+    ops = tuple(
+        (node.op, node.target, numbered(node.args), numbered(node.kwargs)) for node in piece
+    )
+    return ops, tuple(_signature(fake_value(node)) for node in inputs), numbered(outputs)
+
+
+def _signature(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return (type(value).__name__, str(value))
+    return (
+        str(value.dtype),
+        str(value.device),
+        str(tuple(value.shape)),
+        str(value.stride()) if value.layout == torch.strided else "",
+        value.requires_grad,
+        isinstance(value, torch.nn.Parameter),
+    )
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

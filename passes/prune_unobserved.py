@@ -1,0 +1,55 @@
+"""Keep only what statistics depend on."""
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from inlay.errors import GraphError
+from inlay.graph import copy, mutates
+from inlay.pass_base import Pass, PassResult
+from inlay.state import Observe
+
+__all__ = ["PruneUnobserved"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneUnobserved(Pass):
+    """Drop the outputs and every op that no observation depends on.
+
+    Before:                             After:
+        observe(x, fc_input_seen, ...)      observe(x, fc_input_seen, ...)
+        y = linear(x, w)                    return ()
+        return y
+
+    Of a language model this drops the head and the last down projection, which may be a good part
+    of the work. Of a graph that observes nothing it leaves nothing. Ops that write to what they are
+    given stay, with all they need: who reads what they wrote cannot be seen from the graph.
+    """
+
+    def call(self, gm: GraphModule) -> PassResult:
+        gm = copy(gm)
+        (output,) = gm.graph.find_nodes(op="output")
+        modified = output.args != ((),)
+        output.args = ((),)
+        needed: set[Node] = set()
+        for node in reversed(gm.graph.nodes):
+            if node in needed or _acts(node):
+                needed.update(node.all_input_nodes, [node])
+        for node in reversed(list(gm.graph.nodes)):
+            if node not in needed and node.op != "placeholder":
+                gm.graph.erase_node(node)
+                modified = True
+        gm.recompile()
+        return PassResult(gm, modified)
+
+    def ensures(self, gm: GraphModule) -> None:
+        (output,) = gm.graph.find_nodes(op="output")
+        if output.all_input_nodes:
+            raise GraphError(f"the graph still returns {output.all_input_nodes}")
+
+
+def _acts(node: Node) -> bool:
+    """Whether a node does something besides computing its value."""
+    if node.op == "output":
+        return True
+    return isinstance(node.target, Observe) or mutates(node) or node.is_impure()

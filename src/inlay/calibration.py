@@ -1,0 +1,95 @@
+"""Calibration: observe a model while it runs, then let it run quantized."""
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from inlay.backend import Backend
+from inlay.errors import ConfigurationError
+from inlay.explain import explain
+from inlay.observers import QParamsDict
+from inlay.pass_base import Pass
+from inlay.passes import PREPARE
+from inlay.recipe import Recipe
+from inlay.statistics import Statistics
+
+__all__ = ["Calibration"]
+
+
+class Calibration:
+    """One run: a model, a recipe, and the statistics of what flows through.
+
+    :param model: the model; it is not changed
+    :param recipe: what to quantize and how
+    :param compiler: the Dynamo backend that compiles graphs with observers in them
+    :param passes: passes that make a traced graph observe
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        compiler: str = "inductor",
+        passes: Sequence[type[Pass]] = PREPARE,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.recipe = recipe
+        self.statistics = Statistics(model, recipe)
+        self._backend = Backend(self.statistics, compiler=compiler, passes=passes)
+        self._observing = Backend(self.statistics, compiler=compiler, passes=passes, outputs=False)
+        self._observe: Callable[..., Any] | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """The backend for `torch.compile`: outputs stay as they are, and are observed."""
+        return self._backend
+
+    @property
+    def qparams(self) -> dict[str, QParamsDict] | None:
+        """Qparams by slot, once the calibration is finalized."""
+        return self.statistics.qparams
+
+    def observe(self, *args: Any, **kwargs: Any) -> None:
+        """Run a batch for its statistics alone: what nothing observed depends on is left out."""
+        if self.statistics.is_final:
+            raise ConfigurationError(
+                "the calibration is finalized; make a new one to observe more batches"
+            )
+        if self._observe is None:
+            self._observe = self._compile_for_statistics()
+        with torch.no_grad():
+            self._observe(*args, **kwargs)
+
+    def _compile_for_statistics(self) -> Callable[..., Any]:
+        model = self._model()
+        if model is None:
+            raise ConfigurationError("the model is gone; keep it for as long as it is calibrated")
+        # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
+        whole = torch.compile(model, backend=self._observing, fullgraph=True)
+        parts = torch.compile(model, backend=self._backend)
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                whole(*args, **kwargs)
+            except torch._dynamo.exc.Unsupported:
+                self._observe = parts
+                parts(*args, **kwargs)
+
+        return run
+
+    def finalize(self, *, accept: Collection[str] = ()) -> dict[str, QParamsDict]:
+        """Compute all qparams. From then on the compiled model runs quantized.
+
+        :param accept: problems to accept instead of raising: `unobserved`, `not_finite`, `unfused`
+        :return: `{slot: {"scale": …, "zero_point": …, "global_scale": …}}`
+        """
+        return self.statistics.finalize(accept)
+
+    def explain(self) -> str:
+        """What is observed where, by which pass, shared with what, and the graphs."""
+        graphs = [*self._backend.graphs, *self._observing.graphs]
+        return explain(self.statistics, graphs)

@@ -1,0 +1,114 @@
+"""Say in words what is observed, and print graphs so that a person can read them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from inlay.backend import CompiledGraph
+from inlay.graph import fake_value, made_by, slot_inputs
+from inlay.recipe import default_observer
+from inlay.slots import Slot, slots_of
+from inlay.state import Observe, observes
+from inlay.statistics import Statistics
+
+__all__ = ["explain", "format_graph"]
+
+
+def explain(statistics: Statistics, graphs: Iterable[CompiledGraph]) -> str:
+    """The slots as a table, then every distinct graph."""
+    graphs = list(graphs)
+    slots = list(statistics.plan.slots.values())
+    header = ("slot", "observer", "format", "values seen", "shared with")
+    rows = [header, *(_row(statistics, slot) for slot in slots)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    opaque = {
+        f"{observe.rule.name} runs outside the compiled graph: {observe.reason}"
+        for graph in graphs
+        for observe in _observers(graph)
+        if observe.reason is not None
+    }
+    phase = "finalized" if statistics.is_final else "calibrating"
+    parts = [f"{len(slots)} slots, {phase}", "\n".join(lines), *sorted(opaque)]
+    for index, graph in enumerate(graphs):
+        for variant in graph.variants.values():
+            parts.append(f"graph {index}:\n{format_graph(variant.graph_module)}")
+    if not graphs:
+        parts.append("no graph yet: run a batch through the compiled model")
+    return "\n\n".join(parts)
+
+
+def format_graph(gm: GraphModule) -> str:
+    """The graph, an op a line, with shapes, and with marks on what passes added."""
+    added = slot_inputs(gm.graph)
+    lines = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node in added:
+            continue
+        lines.append(_line(node))
+    inputs = [node.name for node in gm.graph.find_nodes(op="placeholder") if node not in added]
+    state = f"; {len(added)} of state and qparams" if added else ""
+    return "\n".join([f"    # {len(inputs)} inputs{state}", *filter(None, lines)])
+
+
+def _line(node: Node) -> str:
+    if node.op == "placeholder":
+        return ""
+    if node.op == "output":
+        return f"    return {_argument(node.args[0])}"
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
+    own = [argument for argument in node.args if not _is_slot_input(argument)]
+    hidden = ", …" if len(own) < len(node.args) else ""
+    arguments = ", ".join(
+        [*map(_argument, own), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
+    )
+    call = f"{target}({arguments}{hidden})"
+    if not observes(node):
+        call = f"{node.name}{_shape(node)} = {call}"
+    notes = [slot.name for slot in observes(node)]
+    notes += [f"{slot.name} dynamic" for slot in slots_of(node).values() if not slot.is_observed]
+    if made_by(node) is not None:
+        notes.append(f"by {made_by(node)}")
+    return f"    {call}" + (f"  # {', '.join(notes)}" if notes else "")
+
+
+def _is_slot_input(value: Any) -> bool:
+    return isinstance(value, Node) and value.op == "placeholder" and made_by(value) is not None
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_argument, value))})"
+    return value.name if isinstance(value, Node) else repr(value)
+
+
+def _shape(node: Node) -> str:
+    value = fake_value(node)
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f": {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _observers(graph: CompiledGraph) -> Iterable[Observe]:
+    for variant in graph.variants.values():
+        for node in variant.graph_module.graph.nodes:
+            if isinstance(node.target, Observe):
+                yield node.target
+
+
+def _row(statistics: Statistics, slot: Slot) -> tuple[str, str, str, str, str]:
+    args = slot.args
+    sharing = [other.name for other in statistics.shared_with(slot) if other != slot]
+    if not slot.is_observed:
+        observer, seen = "none, it is dynamic", "-"
+    else:
+        observer = args.observer or default_observer(slot.base_name)
+        seen = "at finalize" if slot.base_name == "weight" else str(statistics.seen(slot))
+    format = f"{args.type}{args.num_bits} {args.strategy}"
+    return slot.name, observer, format, seen, ", ".join(sharing) or "-"

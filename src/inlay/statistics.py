@@ -1,0 +1,218 @@
+"""Statistics of all slots of a model under a recipe, and the qparams that follow from them."""
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
+from torch import nn
+
+from inlay.errors import ConfigurationError, StatisticsError
+from inlay.observers import (
+    FUSED_LAYER_NAMES,
+    Observer,
+    QParamsDict,
+    sync_observers,
+)
+from inlay.quantize import fold_weight
+from inlay.recipe import Recipe, make_observer
+from inlay.slots import Plan, Slot
+from inlay.state import Observe, SlotState
+
+__all__ = ["ACCEPTABLE", "Statistics"]
+
+# What `finalize` refuses, and accepts if asked to.
+ACCEPTABLE = {
+    "unobserved": "slots that saw no data stay in full precision",
+    "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
+    "unfused": "layers that are served as one keep global scales of their own",
+}
+
+
+class Statistics:
+    """State and qparams of all slots of one calibration."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.plan = Plan(model, recipe)
+        self.qparams: dict[str, QParamsDict] | None = None
+        # Weak, like everything that a compiled graph leads to: the model is its owner's.
+        self._modules = {
+            slot.module: weakref.ref(model.get_submodule(slot.module))
+            for slot in self.plan.slots.values()
+        }
+        self._states: dict[str, SlotState] = {}
+        self._folded: dict[str, torch.Tensor] = {}
+
+    @property
+    def is_final(self) -> bool:
+        return self.qparams is not None
+
+    def state(self, slots: Sequence[Slot], observe: Observe, device: torch.device) -> SlotState:
+        """The state that these slots share, made when it is first asked for."""
+        states = [self._states.get(slot.name) for slot in slots]
+        known = next((state for state in states if state is not None), None)
+        if known is None:
+            known = SlotState(slots, observe, device)
+            self._states.update({slot.name: known for slot in slots})
+        elif known.slots != tuple(slots):
+            raise StatisticsError(
+                f"one graph of the model observes {_names(known.slots)} as one value, another "
+                f"{_names(slots)}; calibrate with passes without ShareObservers"
+            )
+        known.require(observe)
+        return known
+
+    def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
+        """A qparam of a slot, or its folded weight."""
+        assert self.qparams is not None
+        if key == "folded":
+            return self._fold(slot)
+        value = self.qparams[slot.name][key]  # type: ignore[literal-required]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    def _fold(self, slot: Slot) -> torch.Tensor:
+        if slot.name not in self._folded:
+            assert self.qparams is not None
+            weight = self._weight(slot)
+            self._folded[slot.name] = fold_weight(weight, slot.args, self.qparams[slot.name])
+        return self._folded[slot.name]
+
+    def signature(self, module: str | None) -> tuple[Any, ...]:
+        """How a module is quantized, and which of its slots have qparams."""
+        if module is None or self.qparams is None:
+            return self.plan.signature(module)
+        known = tuple(slot.name in self.qparams for slot in self.plan.of_module(module).values())
+        return (*self.plan.signature(module), *known)
+
+    def seen(self, slot: Slot) -> int:
+        """How many values a slot has seen."""
+        state = self._states.get(slot.name)
+        return 0 if state is None else int(state.seen)
+
+    def shared_with(self, slot: Slot) -> tuple[Slot, ...]:
+        state = self._states.get(slot.name)
+        return () if state is None else state.slots
+
+    def finalize(self, accept: Collection[str] = ()) -> dict[str, QParamsDict]:
+        """Compute the qparams of all slots, after checking that they can be computed."""
+        unknown = sorted(set(accept) - set(ACCEPTABLE))
+        if unknown:
+            raise ConfigurationError(
+                f"cannot accept {', '.join(unknown)}; what can be accepted is "
+                + "; ".join(f"{name}: {meaning}" for name, meaning in ACCEPTABLE.items())
+            )
+        if self.qparams is None:
+            self.qparams = self._compute(frozenset(accept))
+        return self.qparams
+
+    def _compute(self, accept: frozenset[str]) -> dict[str, QParamsDict]:
+        observers = self._activation_observers(accept)
+        observers.update(self._weight_observers(accept))
+        qparams: dict[str, QParamsDict] = {}
+        broken = []
+        for name, observer in observers.items():
+            try:
+                qparams[name] = observer.get_qparams()
+            except StatisticsError as error:
+                broken.append(str(error))
+        if broken and "not_finite" not in accept:
+            raise StatisticsError(
+                f"{len(broken)} slots have no usable statistics: "
+                + "; ".join(broken)
+                + '. finalize(accept={"not_finite"}) leaves them in full precision'
+            )
+        return qparams
+
+    def _activation_observers(self, accept: frozenset[str]) -> dict[str, Observer]:
+        slots = list(self.plan.activation_slots())
+        observers = {}
+        for slot in slots:
+            state = self._states.get(slot.name)
+            # A rank that never ran a slot takes part in the merge with an observer all the same.
+            observer = make_observer(slot.base_name, slot.args)
+            observers[slot.name] = observer if state is None else state.observed()
+            observers[slot.name].slot = slot.name
+        sync_observers(observers.values())
+        unobserved = [name for name, observer in observers.items() if not observer.has_statistics]
+        if unobserved and "unobserved" not in accept:
+            raise StatisticsError(
+                f"{len(unobserved)} of {len(slots)} slots saw no data: {', '.join(unobserved)}. "
+                "Run batches that reach them, ignore their modules in the recipe, or leave them in "
+                'full precision with finalize(accept={"unobserved"})'
+            )
+        return {name: o for name, o in observers.items() if name not in set(unobserved)}
+
+    def _weight_observers(self, accept: frozenset[str]) -> dict[str, Observer]:
+        observers = {}
+        for slot in self.plan.weight_slots():
+            observer = make_observer("weight", slot.args)
+            observer.slot = slot.name
+            importance = self._states.get(f"{slot.module}.importance")
+            if importance is not None and int(importance.seen) > 0:
+                for name, tensor in importance.tensors.items():
+                    setattr(observer, name, tensor.clone())
+            observers[slot.name] = observer
+        weighted = [o for o in observers.values() if o.observes_input]
+        sync_observers(weighted)
+        self._fuse(observers, accept)
+        observed: dict[tuple[int, str], Observer] = {}
+        for slot in self.plan.weight_slots():
+            # Tied weights are one weight, as long as they are quantized alike.
+            weight = self._weight(slot)
+            observer = observed.setdefault((id(weight), repr(slot.args)), observers[slot.name])
+            if observer is observers[slot.name]:
+                observer(weight.detach())
+            observers[slot.name] = observer
+        return observers
+
+    def _fuse(self, observers: dict[str, Observer], accept: frozenset[str]) -> None:
+        """Link the observers of layers that share a global scale."""
+        refused = []
+        for parent, members in self._fused_groups():
+            group = {m: observers.get(f"{parent}{m}.weight") for m in members}
+            formats = {m: _global_format(observer) for m, observer in group.items()}
+            if not any(formats.values()):
+                continue
+            if len(set(formats.values())) > 1:
+                found = (f"{m} ({format or 'no global scale'})" for m, format in formats.items())
+                refused.append(f"{parent}{{{', '.join(found)}}}")
+                continue
+            Observer.fuse(o for o in group.values() if o is not None)
+        if refused and "unfused" not in accept:
+            raise StatisticsError(
+                "layers that are served as one need one global scale, and so the same scheme: "
+                + "; ".join(refused)
+                + '. Target or ignore all of them, or use finalize(accept={"unfused"})'
+            )
+
+    def _fused_groups(self) -> Iterable[tuple[str, list[str]]]:
+        """Parents whose children are served as one, and those of the children that there are."""
+        parents = {slot.module.rpartition(".")[0] for slot in self.plan.weight_slots()}
+        known = set(self.plan.kinds)
+        for parent in sorted(parents):
+            prefix = f"{parent}." if parent else ""
+            for group in FUSED_LAYER_NAMES:
+                members = [name for name in group if f"{prefix}{name}" in known]
+                if len(members) > 1:
+                    yield prefix, members
+
+    def _weight(self, slot: Slot) -> torch.Tensor:
+        module = self._modules[slot.module]()
+        if module is None:
+            raise StatisticsError(f"the model is gone, and with it the weight of {slot.module}")
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+
+def _names(slots: Iterable[Slot]) -> str:
+    return ", ".join(slot.name for slot in slots)
+
+
+def _global_format(observer: Observer | None) -> str | None:
+    if observer is None or observer.args.strategy != QuantizationStrategy.TENSOR_GROUP:
+        return None
+    args = observer.args
+    return f"{args.type}{args.num_bits} in groups of {args.group_size}"

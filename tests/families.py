@@ -1,0 +1,87 @@
+"""Small models of the families that people quantize, with random weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+
+
+def llama(**changes: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _seeded(LlamaForCausalLM, LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **changes}))
+
+
+def qwen3(**changes: Any) -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    fields = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, **changes}
+    return _seeded(Qwen3ForCausalLM, Qwen3Config(**fields))
+
+
+def gemma3(**changes: Any) -> nn.Module:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    fields = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, **changes}
+    return _seeded(Gemma3ForCausalLM, Gemma3TextConfig(**fields))
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    fields = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, **changes}
+    return _seeded(GPT2LMHeadModel, GPT2Config(**fields))
+
+
+def bert(**changes: Any) -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return _seeded(BertModel, BertConfig(**{**SIZES, **changes}))
+
+
+def mixtral(**changes: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    fields = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, **changes}
+    return _seeded(MixtralForCausalLM, MixtralConfig(**fields))
+
+
+def vit(**changes: Any) -> nn.Module:
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    return _seeded(ViTModel, ViTConfig(**{**sizes, "image_size": 16, "patch_size": 8, **changes}))
+
+
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+    "gpt2": gpt2,
+    "bert": bert,
+    "mixtral": mixtral,
+    "vit": vit,
+}
+
+
+def batch(model: nn.Module, index: int = 0, rows: int = 2, tokens: int = 6) -> dict[str, Any]:
+    """Inputs for any of the families."""
+    generator = torch.Generator().manual_seed(index)
+    if type(model).__name__.startswith("ViT"):
+        return {"pixel_values": torch.randn(rows, 3, 16, 16, generator=generator)}
+    ids = torch.randint(0, 96, (rows, tokens), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _seeded(cls: type[nn.Module], config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return cls(config).eval()
