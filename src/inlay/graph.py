@@ -258,8 +258,8 @@ def add_input(graph: Graph, what: SlotInput, value: Any, pass_name: str) -> Node
     inputs = inputs_of(graph)
     first = next(iter(graph.nodes))
     with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
-        name = f"{what.slot}_{what.key}".replace(".", "_")
-        node = graph.placeholder(name)
+        name = re.sub(r"\W", "_", f"{what.slot}_{what.key}")
+        node = graph.placeholder(f"_{name}" if name[0].isdigit() else name)
     node.meta[_INPUT] = what
     node.meta["example_value"] = value
     return stamp(node, pass_name)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 import torch
 from compressed_tensors.quantization import (
@@ -201,9 +202,12 @@ def _require_matches(model: nn.Module, recipe: Recipe) -> None:
             if not any(is_match(name, module, pattern) for name, module in modules)
         ]
         if missing:
+            known = {name for pair in modules for name in (pair[0], type(pair[1]).__name__)}
+            close = get_close_matches(missing[0], known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
             raise ConfigurationError(
                 f"{field_name} {', '.join(missing)} matches no module of {type(model).__name__}; "
-                f"it has {_overview(modules)}"
+                f"{hint}It has {_overview(modules)}"
             )
 
 

@@ -1,0 +1,147 @@
+import pytest
+import torch
+from compressed_tensors.quantization.lifecycle import fake_quantize
+from graphs import STATIC, TRACERS, Functional, linear, observed, ops, targets, trace
+from torch import nn
+
+from inlay import Recipe
+from inlay.graph import SlotInput, bind, slot_inputs
+from inlay.observers import QParamsDict
+from inlay.passes import FINALIZE, FoldQParams, Pipeline, RemoveObservers
+from inlay.quantize import fold_weight
+from inlay.recipe import make_observer
+from inlay.slots import Plan
+
+X = torch.randn(2, 4)
+
+
+def qparams_of(
+    plan: Plan, model: nn.Module, values: dict[str, torch.Tensor]
+) -> dict[str, QParamsDict]:
+    found = {}
+    for slot in plan.slots.values():
+        if slot.is_observed:
+            weight = slot.base_name == "weight"
+            value = model.get_submodule(slot.module).weight if weight else values[slot.name]
+            observer = make_observer(slot.base_name, slot.args)
+            found[slot.name] = observer(value.detach()).get_qparams()
+    return found
+
+
+def constants(gm, plan: Plan, model: nn.Module, qparams) -> dict[SlotInput, torch.Tensor]:
+    return {
+        what: fold_weight(
+            model.get_submodule(plan.slots[what.slot].module).weight,
+            plan.slots[what.slot].args,
+            qparams[what.slot],
+        )
+        if what.key == "folded"
+        else qparams[what.slot][what.key]
+        for what in slot_inputs(gm.graph).values()
+    }
+
+
+def test_docstring_example() -> None:
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    plan = Plan(model, STATIC)
+    gm = observed(trace("dynamo", model, X), plan)
+    result = FoldQParams(qparams=qparams_of(plan, model, {"fc.input": X}))(gm)
+    assert result.modified
+    w = "l_self_modules_fc_parameters_weight_"
+    assert ops(result.graph_module) == [
+        f"observe_weight({w})  # fc.weight, by InsertObservers",
+        "observe(l_x_, …)  # fc.input, by InsertObservers",
+        "quantize_dequantize = quantize_dequantize(l_x_, …)  # by FoldQParams",
+        "linear = linear(quantize_dequantize, None, …)",
+        "return (linear)",
+    ]
+    added = {f"{i.slot}.{i.key}" for i in slot_inputs(result.graph_module.graph).values()}
+    assert {"fc.weight.folded", "fc.input.scale", "fc.input.zero_point"} <= added
+
+
+@pytest.mark.parametrize("how", TRACERS)
+def test_finalized_graphs_of_all_tracers_compute_the_quantized_model(how: str) -> None:
+    model = Functional(lambda self, x: self.b(self.a(x).relu()) + x, a=linear(), b=linear(seed=1))
+    plan = Plan(model, STATIC)
+    values = {"a.input": X, "b.input": model.a(X).relu()}
+    qparams = qparams_of(plan, model, values)
+    gm = observed(trace(how, model, X), plan)
+    final = Pipeline.of(FINALIZE, qparams=qparams)(gm).graph_module
+    bound = bind(final, constants(final, plan, model, qparams))
+
+    def quantized(slot: str, value: torch.Tensor) -> torch.Tensor:
+        q = qparams[slot]
+        return fake_quantize(value, q["scale"], q["zero_point"], plan.slots[slot].args)
+
+    a = quantized("a.input", X) @ quantized("a.weight", model.a.weight).T
+    b = quantized("b.input", a.relu()) @ quantized("b.weight", model.b.weight).T
+    parameters = {name.replace(".", "_parameters_"): p for name, p in model.named_parameters()}
+    inputs = [
+        parameters.get(node.name.removeprefix("l_self_modules_").removesuffix("_"), X)
+        for node in bound.graph.find_nodes(op="placeholder")
+    ]
+    with torch.no_grad():
+        result = bound(*inputs)
+        exported = torch.export.export(bound, tuple(inputs)).module()(*inputs)
+    torch.testing.assert_close(_only(result), b + X)
+    torch.testing.assert_close(_only(exported), b + X)
+    assert not any("observe" in name for name in targets(bound))
+
+
+def _only(result: torch.Tensor | tuple[torch.Tensor]) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
+def test_one_quantization_for_all_that_share_a_value() -> None:
+    model = Functional(lambda self, x: (self.q(x), self.k(x)), q=linear(), k=linear(seed=1))
+    plan = Plan(model, STATIC)
+    gm = observed(trace("dynamo", model, X), plan)
+    qparams = qparams_of(plan, model, {"q.input": X, "k.input": X})
+    final = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))(gm).graph_module
+    assert targets(final) == ["quantize_dequantize", "linear", "linear"]
+
+
+def test_dynamic_slots_need_no_inputs() -> None:
+    model = Functional(lambda self, x: (self.q(x), self.k(x)), q=linear(), k=linear(seed=1))
+    plan = Plan(model, Recipe.from_preset("W8A8"))
+    gm = observed(trace("dynamo", model, X), plan)
+    final = FoldQParams(qparams=qparams_of(plan, model, {}))(gm).graph_module
+    assert targets(final).count("quantize_dequantize") == 1
+    assert {i.key for i in slot_inputs(final.graph).values()} == {"folded"}
+
+
+def test_outputs_are_quantized_for_all_readers() -> None:
+    recipe = Recipe.from_preset("W8A16", weights={"strategy": "channel"}, outputs={"num_bits": 8})
+    model = Functional(lambda self, x: (self.fc(x), self.fc(x) + 1), fc=linear())
+    plan = Plan(model, recipe)
+    gm = observed(trace("dynamo", model, X), plan)
+    qparams = qparams_of(plan, model, {"fc.output": model.fc(X)})
+    final = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))(gm).graph_module
+    assert targets(final) == [
+        "linear",
+        "quantize_dequantize",
+        "linear",
+        "quantize_dequantize",
+        "add",
+    ]
+    assert ops(final)[-1] == "return (quantize_dequantize, add)"
+
+
+def test_a_slot_without_qparams_stays_in_full_precision() -> None:
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    plan = Plan(model, STATIC)
+    gm = observed(trace("dynamo", model, X), plan)
+    assert not FoldQParams(qparams={})(gm).modified
+
+
+def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    plan = Plan(model, STATIC)
+    gm = observed(trace("dynamo", model, X), plan)
+    before = ops(gm)
+    fold = FoldQParams(qparams=qparams_of(plan, model, {"fc.input": X}))
+    once = fold(gm)
+    assert ops(gm) == before
+    again = fold(once.graph_module)
+    assert not again.modified
+    assert ops(again.graph_module) == ops(once.graph_module)

@@ -1,0 +1,437 @@
+"""Calibrations from start to end, on the eager compilers: fast, and bit for bit comparable."""
+
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from families import batch, bert, llama
+from specification import Inputs, assert_same_qparams, expected_qparams
+from torch import nn
+
+from inlay import Calibration, ConfigurationError, GraphError, Recipe, StatisticsError
+from inlay.observers import Observer
+from inlay.passes import PREPARE, ShareObservers
+from inlay.recipe import make_observer
+
+STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("observer", ["static_minmax", "minmax", "mse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_numbers_as_eager_observers(compiler: str, observer: str, dtype: torch.dtype) -> None:
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": observer})
+    model = llama().to(dtype)
+    batches = [batch(model, index) for index in range(3)]
+    calibration = Calibration(model, recipe, compiler=compiler)
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        for one in batches:
+            assert torch.equal(compiled(**one).logits, model(**one).logits)
+    assert_same_qparams(calibration.finalize(), expected_qparams(model, recipe, batches))
+
+
+def test_observe_gives_the_same_statistics() -> None:
+    model = llama()
+    batches = [batch(model, index) for index in range(3)]
+    calibration = Calibration(model, STATIC, compiler="aot_eager")
+    for one in batches:
+        assert calibration.observe(**one) is None
+    assert_same_qparams(calibration.finalize(), expected_qparams(model, STATIC, batches))
+    with pytest.raises(ConfigurationError, match="is finalized"):
+        calibration.observe(**batches[0])
+
+
+def test_changing_lengths_feed_the_same_statistics() -> None:
+    model = llama()
+    batches = [
+        batch(model, i, rows, tokens)
+        for i, (rows, tokens) in enumerate([(2, 6), (2, 9), (1, 5), (3, 12), (1, 1), (4, 7)])
+    ]
+    calibration = Calibration(model, STATIC, compiler="aot_eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        for one in batches:
+            compiled(**one)
+    assert_same_qparams(calibration.finalize(), expected_qparams(model, STATIC, batches))
+
+
+def test_at_most_two_compilations_for_changing_lengths() -> None:
+    model = llama(num_hidden_layers=4)
+    calibration = Calibration(model, STATIC, compiler="aot_eager")
+    for index, tokens in enumerate([6, 9, 5, 12, 7]):
+        calibration.observe(**batch(model, index, tokens=tokens))
+    assert calibration._observing.compilations <= 2 * 3
+
+
+def test_graph_breaks_feed_the_same_statistics() -> None:
+    class Breaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x).relu()
+
+    model = Breaking()
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    batches = [{"x": torch.randn(3, 4)} for _ in range(3)]
+    expected = expected_qparams(model, recipe, batches)
+    for way in ("compiled", "observe"):
+        torch._dynamo.reset()
+        calibration = Calibration(model, recipe, compiler="aot_eager")
+        compiled = torch.compile(model, backend=calibration.backend)
+        with torch.no_grad():
+            for one in batches:
+                run = compiled if way == "compiled" else calibration.observe
+                run(**one)
+        assert_same_qparams(calibration.finalize(), expected)
+        with torch.no_grad():
+            assert not torch.equal(compiled(**one), model(**one))
+
+
+def test_blocks_compiled_one_by_one_are_told_apart_by_their_weights() -> None:
+    model = llama(num_hidden_layers=3)
+    ignore = ["lm_head", "re:.*layers.1.*"]
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=ignore, inputs={"observer": "static_minmax"})
+    batches = [batch(model, index) for index in range(2)]
+    calibration = Calibration(model, recipe, compiler="aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=calibration.backend)
+    with torch.no_grad():
+        for one in batches:
+            model(**one)
+    found = calibration.finalize()
+    assert not any("layers.1." in name for name in found)
+    plain = llama(num_hidden_layers=3)
+    expected = expected_qparams(plain, STATIC, batches)
+    kept = {name: q for name, q in expected.items() if "layers.1." not in name}
+    assert_same_qparams(found, kept)
+    with torch.no_grad():
+        quantized = model(**batches[0]).logits
+    assert not torch.equal(quantized, plain(**batches[0]).logits)
+
+
+def test_train_and_eval_and_gradients() -> None:
+    model = llama(attention_dropout=0.0)
+    calibration = Calibration(model, STATIC, compiler="aot_eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    one = batch(model)
+    compiled.train()
+    compiled(**one).logits.sum().backward()
+    gradient = model.model.layers[0].mlp.up_proj.weight.grad
+    plain = llama(attention_dropout=0.0)
+    plain(**one).logits.sum().backward()
+    torch.testing.assert_close(gradient, plain.model.layers[0].mlp.up_proj.weight.grad)
+    compiled.eval()
+    with torch.no_grad():
+        compiled(**one)
+    slot = calibration.statistics.plan.slots["model.layers.0.mlp.up_proj.input"]
+    assert calibration.statistics.seen(slot) == 2
+
+
+def test_inference_mode() -> None:
+    model = llama()
+    calibration = Calibration(model, STATIC, compiler="aot_eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    batches = [batch(model, index) for index in range(2)]
+    with torch.inference_mode():
+        for one in batches:
+            compiled(**one)
+    assert_same_qparams(calibration.finalize(), expected_qparams(model, STATIC, batches))
+
+
+def test_autocast() -> None:
+    model = llama()
+    one = batch(model)
+    calibration = Calibration(model, STATIC, compiler="aot_eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    inputs = Inputs(model, STATIC)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(**one).logits
+        inputs.remove()
+        assert torch.equal(compiled(**one).logits, expected)
+    found = calibration.finalize()
+    assert_same_qparams(found, {n: o.get_qparams() for n, o in inputs.observers.items()})
+
+
+def test_padding_masks() -> None:
+    model = bert()
+    one = batch(model)
+    one["attention_mask"][0, 3:] = 0
+    calibration = Calibration(model, Recipe.from_preset("FP8"), compiler="aot_eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        assert torch.equal(compiled(**one)[0], model(**one)[0])
+
+
+def test_nothing_matches() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    calibration = Calibration(model, Recipe.from_preset("FP8", ignore=["Linear"]), compiler="eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), model(x))
+        calibration.observe(x)
+        assert calibration.finalize() == {}
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_attention_and_the_cache() -> None:
+    model = llama()
+    recipe = Recipe.from_preset(
+        "W8A8",
+        ignore=["lm_head"],
+        kv_cache={"num_bits": 8, "strategy": "attn_head", "observer": "static_minmax"},
+    )
+    calibration = Calibration(model, recipe, compiler="aot_eager")
+    one = batch(model)
+    calibration.observe(**one)
+    seen = {}
+
+    def hook(module, args, kwargs, output):
+        seen["k"] = kwargs["past_key_values"].layers[0].keys
+
+    handle = model.model.layers[0].self_attn.register_forward_hook(hook, with_kwargs=True)
+    with torch.no_grad():
+        model(**one)
+    handle.remove()
+    found = calibration.finalize()["model.layers.0.self_attn.k"]["scale"]
+    expected = make_observer("k", recipe.config.kv_cache_scheme)(seen["k"]).get_qparams()["scale"]
+    assert found.shape == (2, 1, 1)  # as many heads as are cached, not as many as ask
+    assert torch.equal(found, expected)
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        assert not torch.equal(compiled(**one).logits, model(**one).logits)
+
+
+def test_importance_is_gathered_in_the_graph() -> None:
+    model = llama()
+    recipe = Recipe.from_preset(
+        "W4A16",
+        ignore=["lm_head"],
+        weights={"group_size": 16, "observer": "imatrix_mse", "observer_kwargs": {"strict": True}},
+    )
+    batches = [batch(model, index) for index in range(3)]
+    calibration = Calibration(model, recipe, compiler="aot_eager")
+    for one in batches:
+        calibration.observe(**one)
+    found = calibration.finalize()
+    (scheme,) = recipe.config.config_groups.values()
+    layer = model.model.layers[1].mlp.down_proj
+    observer = make_observer("weight", scheme.weights)
+    observer.attach(layer)
+    with torch.no_grad():
+        for one in batches:
+            model(**one)
+    observer.detach(layer)
+    expected = observer(layer.weight.detach()).get_qparams()
+    assert torch.equal(found["model.layers.1.mlp.down_proj.weight"]["scale"], expected["scale"])
+
+
+def test_slots_without_data_are_named() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    model = Router()
+    calibration = Calibration(model, Recipe.from_preset("FP8"), compiler="aot_eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        compiled(torch.randn(2, 4))
+    with pytest.raises(StatisticsError, match=r"1 of 2 slots saw no data: unused\.input.*accept="):
+        calibration.finalize()
+    found = calibration.finalize(accept={"unobserved"})
+    assert set(found) == {"used.input", "used.weight", "unused.weight"}
+
+
+def test_statistics_that_are_not_finite_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    calibration = Calibration(model, Recipe.from_preset("FP8"), compiler="aot_eager")
+    calibration.observe(torch.randn(2, 4))
+    with pytest.raises(StatisticsError, match=r"2 slots.*1\.input: .*0\.weight: .*not_finite"):
+        calibration.finalize()
+    assert set(calibration.finalize(accept={"not_finite"})) == {"0.input", "1.weight"}
+
+
+def test_unknown_problem_cannot_be_accepted() -> None:
+    calibration = Calibration(llama(), STATIC, compiler="eager")
+    with pytest.raises(ConfigurationError, match=r"cannot accept everything; .*unobserved: "):
+        calibration.finalize(accept={"everything"})
+
+
+def test_fused_layers_share_a_global_scale() -> None:
+    model = llama()
+    calibration = Calibration(model, Recipe.from_preset("NVFP4A16", ignore=["lm_head"]))
+    found = calibration.finalize()
+    for group in (("self_attn", "qkv"), ("mlp", None)):
+        names = ["q_proj", "k_proj", "v_proj"] if group[1] else ["gate_proj", "up_proj"]
+        scales = {
+            float(found[f"model.layers.0.{group[0]}.{name}.weight"]["global_scale"])
+            for name in names
+        }
+        assert len(scales) == 1
+
+
+def test_mixed_fused_layers_are_named() -> None:
+    model = llama()
+    recipe = Recipe.from_preset("NVFP4A16", ignore=["lm_head", "re:.*layers.0.*k_proj"])
+    calibration = Calibration(model, recipe)
+    with pytest.raises(
+        StatisticsError, match=r"layers\.0\.self_attn\.\{q_proj.*k_proj \(no.*unfused"
+    ):
+        calibration.finalize()
+    assert calibration.finalize(accept={"unfused"})
+
+
+def test_two_calibrations_do_not_meet() -> None:
+    model = llama()
+    other = llama(num_hidden_layers=1)
+    first = Calibration(model, STATIC, compiler="aot_eager")
+    second = Calibration(model, Recipe.from_preset("FP8"), compiler="aot_eager")
+    third = Calibration(other, STATIC, compiler="aot_eager")
+    one = batch(model)
+    a = torch.compile(model, backend=first.backend)
+    b = torch.compile(model, backend=second.backend)
+    with torch.no_grad():
+        a(**one)
+        b(**one)
+        third.observe(**one)
+    down = first.statistics.plan.slots["model.layers.0.mlp.down_proj.input"]
+    assert [c.statistics.seen(down) for c in (first, second, third)] == [1, 1, 1]
+    first.finalize()
+    with torch.no_grad():
+        assert not torch.equal(a(**one).logits, model(**one).logits)
+        assert torch.equal(b(**one).logits, model(**one).logits)
+    assert second.qparams is None
+
+
+def test_a_dropped_calibration_frees_its_memory() -> None:
+    model = llama()
+    calibration = Calibration(model, STATIC, compiler="aot_eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        compiled(**batch(model))
+    kept = [
+        weakref.ref(calibration),
+        weakref.ref(calibration.statistics),
+        *map(weakref.ref, calibration.statistics._states.values()),
+    ]
+    assert len(kept) > 4
+    del calibration
+    gc.collect()
+    assert [ref for ref in kept if ref() is not None] == []
+    with torch.no_grad(), pytest.raises(GraphError, match="calibration .* is gone; keep it"):
+        compiled(**batch(model))
+
+
+def test_two_threads_with_two_calibrations() -> None:
+    results = {}
+
+    models = [llama(), llama()]  # seeded here: the generator is the process's
+
+    def run(name: str, seed: int) -> None:
+        model = models[int(name)]
+        batches = [batch(model, seed + index) for index in range(2)]
+        calibration = Calibration(model, STATIC, compiler="aot_eager")
+        compiled = torch.compile(model, backend=calibration.backend)
+        with torch.no_grad():
+            for one in batches:
+                compiled(**one)
+        results[name] = (calibration.finalize(), batches)
+
+    threads = [threading.Thread(target=run, args=(str(i), 10 * i)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found, batches in results.values():
+        assert_same_qparams(found, expected_qparams(llama(), STATIC, batches))
+    assert len(results) == 2
+
+
+@Observer.register("test_untraceable")
+class Untraceable(Observer):
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        limit = observed.abs().max().item()
+        self.min_vals = torch.full((1,), -limit)
+        self.max_vals = torch.full((1,), limit)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_an_observer_that_cannot_be_traced_works_and_says_so_once(compiler: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "test_untraceable"})
+    calibration = Calibration(model, recipe, compiler=compiler)
+    batches = [{"input": torch.randn(2, 4)} for _ in range(2)]
+    compiled = torch.compile(model, backend=calibration.backend)
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("default")
+        for one in batches:
+            torch.testing.assert_close(compiled(**one), model(**one))
+    said = [str(w.message) for w in caught if "cannot be traced" in str(w.message)]
+    assert len(said) == 1
+    assert "observer test_untraceable cannot be traced" in said[0]
+    assert "DataDependent" in said[0]
+    assert "test_untraceable runs outside the compiled graph" in calibration.explain()
+    slots = calibration.statistics.plan.activation_slots()
+    assert [calibration.statistics.seen(slot) for slot in slots] == [2, 2]
+    found = calibration.finalize()
+    assert torch.equal(
+        found["0.input"]["scale"], expected_qparams(model, recipe, batches)["0.input"]["scale"]
+    )
+
+
+def test_without_sharing_there_is_an_observer_for_every_slot() -> None:
+    model = llama()
+    passes = [p for p in PREPARE if p is not ShareObservers]
+    calibration = Calibration(model, STATIC, compiler="eager", passes=passes)
+    one = batch(model)
+    calibration.observe(**one)
+    q = calibration.statistics.plan.slots["model.layers.0.self_attn.q_proj.input"]
+    assert calibration.statistics.shared_with(q) == (q,)
+    assert_same_qparams(calibration.finalize(), expected_qparams(model, STATIC, [one]))
+
+
+def test_explain() -> None:
+    model = llama()
+    calibration = Calibration(model, STATIC, compiler="eager")
+    assert "no graph yet" in calibration.explain()
+    calibration.observe(**batch(model))
+    text = calibration.explain()
+    assert "28 slots, calibrating" in text
+    row = next(
+        line for line in text.splitlines() if line.startswith("model.layers.0.mlp.up_proj.input")
+    )
+    assert "static_minmax" in row
+    assert "model.layers.0.mlp.gate_proj.input" in row
+    assert "by InsertObservers" in text
+    calibration.finalize()
+    assert "28 slots, finalized" in calibration.explain()
+
+
+def test_autocast_inside_the_model_and_mixed_dtypes_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    calibration = Calibration(model, Recipe.from_preset("FP8"), compiler="eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        compiled(torch.randn(2, 4))
+        model.to(torch.bfloat16)
+        with pytest.raises(Exception, match="calibrate in one dtype"):
+            compiled(torch.randn(2, 4, dtype=torch.bfloat16))
