@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick lint clean
+.PHONY: demo test quick lint bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,9 @@ test: lint
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow"
+
+bench: $(VENV)/.installed
+	$(BIN)/python tests/benchmarks/run.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -30,6 +30,7 @@ PERCENTILE = runpy.run_path(str(EXAMPLES / "custom_percentile.py"))
         ("custom_normal.py", "range -4."),
         ("custom_percentile.py", "percentile: scale 0.0"),
         ("observe_a_weight.py", "memoryless_mse: error 0.1"),
+        ("calibrate_in_the_graph.py", "56 slots, finalized"),
     ],
 )
 def test_example_runs(name: str, line: str) -> None:
@@ -48,9 +49,10 @@ def test_demo_runs() -> None:
         assert word in done.stdout
 
 
-def test_readme_example_is_the_example() -> None:
+@pytest.mark.parametrize("name", ["observe_a_weight.py", "calibrate_in_the_graph.py"])
+def test_readme_shows_the_example(name: str) -> None:
     shown = (ROOT / "README.md").read_text()
-    code = (EXAMPLES / "observe_a_weight.py").read_text().split('"""', 2)[2].strip()
+    code = (EXAMPLES / name).read_text().split('"""', 2)[2].strip()
     assert code in shown
 
 

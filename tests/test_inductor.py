@@ -38,7 +38,7 @@ class Telling(nn.Module):
 def test_statistics_are_those_of_eager_observers_on_the_same_tensors(
     name: str, dtype: torch.dtype
 ) -> None:
-    """Bit for bit, although Inductor computes bfloat16 in float32 and rounds only what it stores."""
+    """Bit for bit, although Inductor rounds bfloat16 only where it stores."""
     model = Telling().to(dtype)
     recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": name, "observer_kwargs": {}})
     calibration = Calibration(model, recipe)

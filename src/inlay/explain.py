@@ -7,7 +7,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from inlay.backend import CompiledGraph
-from inlay.graph import fake_value, made_by, slot_inputs
+from inlay.graph import fake_value, made_by, slot_input, slot_inputs
 from inlay.recipe import default_observer
 from inlay.slots import Slot, slots_of
 from inlay.state import Observe, observes
@@ -63,7 +63,7 @@ def _line(node: Node) -> str:
     if node.op == "output":
         return f"    return {_argument(node.args[0])}"
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
-    own = [argument for argument in node.args if not _is_slot_input(argument)]
+    own = [argument for argument in node.args if not _is_hidden(argument)]
     hidden = ", …" if len(own) < len(node.args) else ""
     arguments = ", ".join(
         [*map(_argument, own), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
@@ -78,14 +78,30 @@ def _line(node: Node) -> str:
     return f"    {call}" + (f"  # {', '.join(notes)}" if notes else "")
 
 
-def _is_slot_input(value: Any) -> bool:
-    return isinstance(value, Node) and value.op == "placeholder" and made_by(value) is not None
+def _is_hidden(value: Any) -> bool:
+    """Whether an argument is state or a scale, of which there are many; folded weights show."""
+    what = slot_input(value)
+    return what is not None and what.key != "folded"
 
 
 def _argument(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_argument, value))})"
-    return value.name if isinstance(value, Node) else repr(value)
+    if not isinstance(value, Node):
+        return repr(value)
+    what = slot_input(value)
+    if what is not None:
+        return f"{what.slot} {what.key}"
+    return _source(value.name) if value.op == "placeholder" else value.name
+
+
+def _source(name: str) -> str:
+    """The name of a parameter or argument, from what Dynamo makes of it."""
+    if not name.startswith("l_"):
+        return name
+    for word in ("modules", "parameters", "buffers"):
+        name = name.replace(f"_{word}_", ".")
+    return name.removeprefix("l_").removesuffix("_").removeprefix("self.")
 
 
 def _shape(node: Node) -> str:

@@ -36,6 +36,7 @@ __all__ = [
     "propagate_shapes",
     "replace_weight",
     "require_nodes",
+    "slot_input",
     "slot_inputs",
     "stamp",
     "tensor_of",
@@ -243,6 +244,12 @@ class SlotInput:
 
 def inputs_of(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
+
+
+def slot_input(value: Any) -> SlotInput | None:
+    """What an input that a pass added stands for; None for everything else."""
+    found: SlotInput | None = value.meta.get(_INPUT) if isinstance(value, Node) else None
+    return found
 
 
 def slot_inputs(graph: Graph) -> dict[Node, SlotInput]:

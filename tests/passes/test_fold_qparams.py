@@ -47,12 +47,12 @@ def test_docstring_example() -> None:
     gm = observed(trace("dynamo", model, X), plan)
     result = FoldQParams(qparams=qparams_of(plan, model, {"fc.input": X}))(gm)
     assert result.modified
-    w = "l_self_modules_fc_parameters_weight_"
+    w = "fc.weight"
     assert ops(result.graph_module) == [
         f"observe_weight({w})  # fc.weight, by InsertObservers",
-        "observe(l_x_, …)  # fc.input, by InsertObservers",
-        "quantize_dequantize = quantize_dequantize(l_x_, …)  # by FoldQParams",
-        "linear = linear(quantize_dequantize, None, …)",
+        "observe(x, …)  # fc.input, by InsertObservers",
+        "quantize_dequantize = quantize_dequantize(x, …)  # by FoldQParams",
+        "linear = linear(quantize_dequantize, fc.weight folded, None)",
         "return (linear)",
     ]
     added = {f"{i.slot}.{i.key}" for i in slot_inputs(result.graph_module.graph).values()}

@@ -21,11 +21,11 @@ def inserted(model: nn.Module, recipe: Recipe = STATIC, how: str = "dynamo"):
 
 def test_docstring_example() -> None:
     gm = inserted(Functional(lambda self, x: self.fc(x), fc=linear()))
-    w = "l_self_modules_fc_parameters_weight_"
+    w = "fc.weight"
     assert ops(gm) == [
         f"observe_weight({w})  # fc.weight, by InsertObservers",
-        "observe(l_x_, …)  # fc.input, by InsertObservers",
-        f"linear = linear(l_x_, {w}, None)",
+        "observe(x, …)  # fc.input, by InsertObservers",
+        f"linear = linear(x, {w}, None)",
         "return (linear)",
     ]
     assert [f"{i.slot}.{i.key}" for i in slot_inputs(gm.graph).values()] == [

@@ -26,14 +26,10 @@ def test_docstring_example() -> None:
     gm, inputs = dynamo_graph(Stack(), X)
     outlined = OutlineRepeats()(gm)
     assert outlined.modified
-    x, w0, w1 = (
-        node.name
-        for node in sorted(gm.graph.find_nodes(op="placeholder"), key=lambda n: "weight" in n.name)
-    )
     assert ops(outlined.graph_module) == [
-        f"region_0 = region_0({x}, {w0})  # by OutlineRepeats",
+        "region_0 = region_0(x, layers.0.0.weight)  # by OutlineRepeats",
         "_getitem = _getitem(region_0, 0)  # by OutlineRepeats",
-        f"region_1 = region_0(_getitem, {w1})  # by OutlineRepeats",
+        "region_1 = region_0(_getitem, layers.1.0.weight)  # by OutlineRepeats",
         "_getitem_1 = _getitem(region_1, 0)  # by OutlineRepeats",
         "return (_getitem_1)",
     ]

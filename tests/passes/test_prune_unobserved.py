@@ -16,7 +16,7 @@ def pruned(forward, recipe: Recipe = STATIC):
 def test_docstring_example() -> None:
     model = Functional(lambda self, x: self.fc(x), fc=linear())
     gm = observed(trace("dynamo", model, X), Plan(model, STATIC), PruneUnobserved())
-    assert ops(gm) == ["observe(l_x_, …)  # fc.input, by InsertObservers", "return ()"]
+    assert ops(gm) == ["observe(x, …)  # fc.input, by InsertObservers", "return ()"]
 
 
 def test_what_an_observation_needs_stays() -> None:

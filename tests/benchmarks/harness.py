@@ -1,0 +1,51 @@
+"""Measure things side by side: on a shared machine only ratios from one run mean anything."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of one way of doing a thing, over all rounds."""
+
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def interleave(
+    ways: Mapping[str, Callable[[], Any]], rounds: int = 15, warm_up: int = 2
+) -> dict[str, Measurement]:
+    """Run all ways in turn, round after round, so that they share whatever disturbs them."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(warm_up + rounds):
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run()
+            if turn >= warm_up:
+                taken[name].append(time.perf_counter() - start)
+    return {name: Measurement(seconds) for name, seconds in taken.items()}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How long one way takes in units of another: the median over rounds, and the middle half."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def ratio(of: Measurement, to: Measurement) -> Ratio:
+    """Round by round, since what disturbs a round disturbs both of its halves."""
+    quotients = sorted(a / b for a, b in zip(of.seconds, to.seconds, strict=True))
+    quartiles = statistics.quantiles(quotients, n=4)
+    return Ratio(statistics.median(quotients), quartiles[0], quartiles[2])
