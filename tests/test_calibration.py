@@ -337,7 +337,7 @@ def test_a_dropped_calibration_frees_its_memory() -> None:
     del calibration
     gc.collect()
     assert [ref for ref in kept if ref() is not None] == []
-    with torch.no_grad(), pytest.raises(GraphError, match="calibration .* is gone; keep it"):
+    with torch.no_grad(), pytest.raises(GraphError, match=r"calibration .* is gone; keep it"):
         compiled(**batch(model))
 
 

@@ -116,6 +116,10 @@ def test_no_graph_break_of_its_own(family: str) -> None:
         ("FP8_DYNAMIC", {}),
         ("NVFP4", {}),
         ("MXFP4", {}),
+        ("W8A8_STATIC", {"outputs": {"num_bits": 8}}),
+        ("W8A16", {"targets": ["Linear", "Embedding"], "weights": {"strategy": "channel"}}),
+        ("FP8", {"kv_cache": {"num_bits": 8, "type": "float"}}),
+        ("FP8", {"kv_cache": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}),
     ],
 )
 def test_folded_graph_is_the_quantized_forward_of_compressed_tensors(preset: str, fields) -> None:
@@ -141,6 +145,8 @@ def test_folded_graph_is_the_quantized_forward_of_compressed_tensors(preset: str
         expected = reference(**one).logits
         assert torch.equal(compiled(**one).logits, expected)
         assert not torch.equal(expected, model(**one).logits)
+        module = calibration.quantized_module(**one, use_cache=False)
+        assert torch.equal(module(**one, use_cache=False).logits, expected)
     names = {
         str(getattr(node.target, "__name__", ""))
         for graph in calibration.backend.graphs

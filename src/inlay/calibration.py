@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from inlay.backend import Backend
 from inlay.errors import ConfigurationError
 from inlay.explain import explain
+from inlay.graph import bind, slot_inputs
 from inlay.observers import QParamsDict
-from inlay.pass_base import Pass
-from inlay.passes import PREPARE
+from inlay.pass_base import Pass, Pipeline
+from inlay.passes import FINALIZE, PREPARE, OutlineRepeats
 from inlay.recipe import Recipe
 from inlay.statistics import Statistics
 
@@ -65,9 +67,7 @@ class Calibration:
             self._observe(*args, **kwargs)
 
     def _compile_for_statistics(self) -> Callable[..., Any]:
-        model = self._model()
-        if model is None:
-            raise ConfigurationError("the model is gone; keep it for as long as it is calibrated")
+        model = self._live_model()
         # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
         whole = torch.compile(model, backend=self._observing, fullgraph=True)
         parts = torch.compile(model, backend=self._backend)
@@ -81,6 +81,12 @@ class Calibration:
 
         return run
 
+    def _live_model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ConfigurationError("the model is gone; keep it for as long as it is calibrated")
+        return model
+
     def finalize(self, *, accept: Collection[str] = ()) -> dict[str, QParamsDict]:
         """Compute all qparams. From then on the compiled model runs quantized.
 
@@ -88,6 +94,26 @@ class Calibration:
         :return: `{slot: {"scale": …, "zero_point": …, "global_scale": …}}`
         """
         return self.statistics.finalize(accept)
+
+    def quantized_module(self, *args: Any, **kwargs: Any) -> GraphModule:
+        """The finalized model as a module of its own, with scales and weights as constants.
+
+        It is traced with these inputs by `torch.export`, which also takes the result.
+        """
+        if self.statistics.qparams is None:
+            raise ConfigurationError("finalize the calibration before asking for the result")
+        gm = torch.export.export(self._live_model(), args, kwargs).module(check_guards=False)
+        assert isinstance(gm, GraphModule)
+        whole = [p for p in (*self._backend.passes, *FINALIZE) if p is not OutlineRepeats]
+        plan = self.statistics.plan
+        final = Pipeline.of(whole, plan=plan, qparams=self.statistics.qparams)(gm).graph_module
+        return bind(
+            final,
+            {
+                what: self.statistics.quantized_value(plan.slots[what.slot], what.key)
+                for what in slot_inputs(final.graph).values()
+            },
+        )
 
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
