@@ -13,6 +13,8 @@ import torch
 __all__ = ["FloatBins", "Histogram"]
 
 _MANTISSA = 23  # bits of a float32 after sign and exponent
+_OCTAVES = 64  # from 2 ** -32 to 2 ** 32
+_SMALLEST = 127 - _OCTAVES // 2  # the exponent of 2 ** -32 as float32 stores it
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -20,24 +22,34 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class FloatBins:
     """Bins of float32 by sign, exponent and `mantissa_bits` leading bits of the mantissa.
 
-    Other dtypes are converted first. What is smaller than the first subnormal bin counts as zero,
-    and float64 beyond the range of float32 counts as its largest value.
+    What is smaller than 2 ** -32 shares a bin with zero and counts as zero. What is larger than
+    2 ** 32 shares the last bin of its sign, as do NaN and Inf. Other dtypes are converted first.
     """
 
     mantissa_bits: int
 
     @property
+    def per_sign(self) -> int:
+        return _OCTAVES << self.mantissa_bits
+
+    @property
     def size(self) -> int:
-        return 1 << (9 + self.mantissa_bits)
+        return 2 * self.per_sign
+
+    @property
+    def _shift(self) -> int:
+        return _MANTISSA - self.mantissa_bits
+
+    @property
+    def _offset(self) -> int:
+        return _SMALLEST << self.mantissa_bits
 
     def index(self, values: torch.Tensor) -> torch.Tensor:
-        """The bin of each value. The upper half of the bins is negative; NaN and Inf have bins."""
-        if values.dtype == torch.float64:
-            largest = torch.finfo(torch.float32).max
-            values = values.clamp(-largest, largest)
+        """The bin of each value: zero first, then by magnitude, and negative ones after all."""
         bits = values.to(torch.float32).view(torch.int32)
-        # The shift drags the sign along; the mask makes it the highest bit of the index.
-        return (bits >> (_MANTISSA - self.mantissa_bits)) & (self.size - 1)
+        magnitude = ((bits & 0x7FFFFFFF) >> self._shift) - self._offset
+        negative = (bits >> 31) & self.per_sign  # the shift fills the number with the sign
+        return magnitude.clamp(0, self.per_sign - 1) + negative
 
     def count(self, observed: torch.Tensor) -> torch.Tensor:
         """How many values of each group are in each bin.
@@ -55,13 +67,12 @@ class FloatBins:
         return counts.reshape(*shape, self.size)
 
     def magnitudes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the bins of one sign begin and end, in float64. The first one is zero."""
-        half = torch.arange(self.size // 2 + 1, dtype=torch.int32, device=device)
-        bits = (half << (_MANTISSA - self.mantissa_bits)).clamp(max=0x7F800000)
-        # The end of the last finite bin is infinity: its largest value is close enough.
-        edges = bits.view(torch.float32).clamp(max=torch.finfo(torch.float32).max).double()
-        inner, outer = edges[:-1], edges[1:].clone()
-        outer[0] = 0
+        """Where the bins of one sign begin and end, in float64."""
+        place = torch.arange(self.per_sign, dtype=torch.int32, device=device) + self._offset
+        inner = (place << self._shift).view(torch.float32).double()
+        inner[0] = 0
+        outer = inner.roll(-1)
+        outer[0], outer[-1] = 0, torch.finfo(torch.float32).max
         return inner, outer
 
 
@@ -135,10 +146,10 @@ class Histogram:
     def without_zeros(self) -> "Histogram":
         counts = self.counts.clone()
         counts[..., 0] = 0
-        counts[..., self.bins.size // 2] = 0
+        counts[..., self.bins.per_sign] = 0
         return Histogram(self.bins, counts, self.min_vals, self.max_vals)
 
-    def points(self, per_bin: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def points(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Values that stand for the distribution, and how much each weighs.
 
         The extremes stand for themselves: a lone outlier may be what matters most. Other values
@@ -148,10 +159,10 @@ class Histogram:
 
         :return: values and weights of shape (*qparam_shape, points)
         """
-        if self.min_vals.dtype == torch.bfloat16:
-            per_bin = 1 << max(0, 7 - self.bins.mantissa_bits)
+        is_bfloat16 = self.min_vals.dtype == torch.bfloat16
+        per_bin = 1 << max(0, (7 if is_bfloat16 else 10) - self.bins.mantissa_bits)
         step = torch.arange(per_bin, device=self.mass.device)
-        if self.min_vals.dtype != torch.bfloat16:
+        if not is_bfloat16:
             shift = torch.arange(len(self._inner), device=self.mass.device) * _GOLDEN % 1
             step = step + shift.unsqueeze(-1)
         width = (self._outer - self._inner).unsqueeze(-1)

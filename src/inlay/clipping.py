@@ -18,7 +18,6 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Range = tuple[torch.Tensor, torch.Tensor]
 
 _AT_ONCE = 1 << 20  # numbers looked at together, which bounds the memory
-_POINTS_PER_BIN = 8
 _LINEAR_BINS = 2048
 _UNLIKELY = 1e-9  # instead of a probability of zero, which has no logarithm
 
@@ -123,7 +122,7 @@ class ClipSearch:
 
 def quantization_error(histogram: Histogram, args: QuantizationArgs, norm: float) -> Loss:
     """The loss: the sum over all values of |quantized - observed| ** norm."""
-    values, weights = histogram.points(_POINTS_PER_BIN)
+    values, weights = histogram.points()
     # One axis for observations, as in an observed value, and one for candidates.
     values, weights = values[None, None], weights[None, None].float()
     error = RangeSearch(args=args, shrinks=(), norm=norm).error

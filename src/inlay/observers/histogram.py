@@ -11,6 +11,7 @@ from inlay.bins import FloatBins, Histogram
 from inlay.clipping import ClipSearch, Loss, clip, divergence, quantization_error
 from inlay.errors import ConfigurationError
 from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, require_finite
+from inlay.observers.helpers import as_stored
 from inlay.observers.kwargs import Kwarg, one_of, percent, positive, read_kwargs, whole
 from inlay.observers.min_max import StaticMinMaxObserver
 
@@ -21,7 +22,7 @@ _CHOICE: tuple[Kwarg, ...] = (
     one_of("method", "mse", ("mse", "percentile", "entropy", "minmax")),
     percent("percentile", 99.99),
     positive("norm", 2.4),
-    whole("grid", 96, at_least=8, at_most=4096),
+    whole("grid", 128, at_least=8, at_most=4096),
 )
 _ACTIVATION = (QuantizationStrategy.TENSOR,)
 _ATTENTION = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
@@ -32,8 +33,9 @@ class HistogramObserver(StaticMinMaxObserver):
     """A histogram of all observed values, from which the range is chosen when it is asked for.
 
     Bins are made of sign, exponent and `mantissa_bits` of the number, so nothing need be known
-    beforehand, and neither order nor distribution over ranks matters. `method` says what the range
-    is, always inside the exact extremes:
+    beforehand, and neither order nor distribution over ranks matters. They take 1 KiB times two to
+    the power of `mantissa_bits`: 256 KiB for each tensor or head. `method` says what the range is,
+    always inside the exact extremes:
 
     - `mse`: the one with the smallest sum of `|quantized - observed| ** norm`
     - `percentile`: what `percentile` per cent of the values are in: of their magnitudes if the
@@ -45,7 +47,7 @@ class HistogramObserver(StaticMinMaxObserver):
     """
 
     _act_sync_dict = {**StaticMinMaxObserver._act_sync_dict, "counts": dist.ReduceOp.SUM}
-    _kwargs = (*_CHOICE, whole("mantissa_bits", 5, at_least=0, at_most=10))
+    _kwargs = (*_CHOICE, whole("mantissa_bits", 8, at_least=0, at_most=10))
     _sums = ("counts",)
 
     counts: torch.Tensor
@@ -76,7 +78,7 @@ class HistogramObserver(StaticMinMaxObserver):
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         super().update_statistics_from_observed(observed)
-        counts = self.bins.count(observed)
+        counts = self.bins.count(as_stored(observed))
         self.counts = counts + self.counts if hasattr(self, "counts") else counts
 
     @torch.no_grad()
