@@ -150,7 +150,7 @@ def test_asking_differently_changes_nothing(tensors_, method: str, args) -> None
 
 
 @settings(max_examples=20)
-@given(tensors((50,), scaled=False), st.floats(1, 100))
+@given(tensors((20,), scaled=False), st.floats(1, 100))
 def test_percentile_leaves_out_what_it_says(values, percentile: float) -> None:
     of = make(method="percentile", percentile=percentile, mantissa_bits=10)(values)
     _, high = of.range()
@@ -190,7 +190,8 @@ def true_error(values: torch.Tensor, low, high, args: QuantizationArgs) -> torch
     for own_low, own_high in zip(low.split(16), high.split(16), strict=True):
         scale, zero_point = qparams_of_range(own_low.unsqueeze(-1), own_high.unsqueeze(-1), args)
         quantized = fake_quantize(values.reshape(1, -1), scale, zero_point, per_row)
-        errors.append((quantized - values.reshape(1, -1)).abs().pow(2.4).sum(-1))
+        difference = quantized.float() - values.float().reshape(1, -1)
+        errors.append(difference.abs().pow(2.4).sum(-1))
     return torch.cat(errors)
 
 
@@ -198,11 +199,11 @@ def exhaustive(values: torch.Tensor, args: QuantizationArgs) -> float:
     """The smallest error of all ranges on a grid, and on a finer one around the best of them."""
     low, high = values.min(), values.max()
     if args.symmetric:
-        thresholds = torch.maximum(-low, high) * torch.logspace(-2, 0, 250)
+        thresholds = torch.maximum(-low, high) * torch.logspace(-2, 0, 250).to(values.dtype)
         return float(true_error(values, -thresholds, thresholds, args).min())
-    factors = torch.logspace(-1.6, 0, 16)
+    factors = torch.logspace(-1.6, 0, 16).to(values.dtype)
     best, _ = best_pair(values, low * factors, high * factors, args)
-    fine = torch.logspace(-0.1, 0.1, 13)
+    fine = torch.logspace(-0.1, 0.1, 13).to(values.dtype)
     return best_pair(values, best[0] * fine, best[1] * fine, args)[1]
 
 
@@ -245,8 +246,8 @@ def test_mse_of_bfloat16(symmetric: bool) -> None:
     values = samples("laplace").bfloat16()
     low, high = make(args=args)(values).range()
     assert low.dtype == torch.bfloat16
-    found = true_error(values.float(), low.float(), high.float(), args)
-    assert float(found) <= exhaustive(values.float(), args) * 1.02
+    # The error is that of arithmetic in bfloat16, in which the value is quantized.
+    assert float(true_error(values, low, high, args)) <= exhaustive(values, args) * 1.01
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
