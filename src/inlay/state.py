@@ -169,7 +169,12 @@ class Observe:
             return [first[name] for name in names]
         later = self.rule.run(value, current)
         is_first = seen == 0
-        return [torch.where(is_first, first[name], later[name]) for name in names]
+        # The state starts as zeros, so what is a sum needs no selection.
+        sums = self.rule.observer._sums
+        return [
+            later[name] if name in sums else torch.where(is_first, first[name], later[name])
+            for name in names
+        ]
 
     def fake_state(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """The inputs after the value, by name and without data."""

@@ -16,7 +16,15 @@ from inlay.observers import (
 )
 
 INT8 = QuantizationArgs(num_bits=8, strategy="tensor")
-ALL = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse", "imatrix_mse"]
+ALL = [
+    "memoryless_minmax",
+    "static_minmax",
+    "minmax",
+    "memoryless_mse",
+    "mse",
+    "imatrix_mse",
+    "histogram",
+]
 
 
 def make(name: str, base_name: str = "input", args: QuantizationArgs = INT8, **kwargs) -> Observer:

@@ -7,6 +7,7 @@ from inlay.observers.helpers import (
     fuse_weight_observers,
     lerp,
 )
+from inlay.observers.histogram import HistogramObserver
 from inlay.observers.imatrix import IMatrixMSEObserver
 from inlay.observers.min_max import (
     MemorylessMinMaxObserver,
@@ -18,6 +19,7 @@ from inlay.observers.sync import sync_observers
 
 __all__ = [
     "FUSED_LAYER_NAMES",
+    "HistogramObserver",
     "IMatrixMSEObserver",
     "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",

@@ -44,6 +44,10 @@ class Observer(InternalModule, RegistryMixin):
     # Statistics that merge over ranks, and how. Those that hold only the last batch are left out.
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
+    # Statistics that are sums: the first value makes of them what it makes of zeros. In a graph
+    # they are computed once, where others are computed for a first and for a later value.
+    _sums: ClassVar[tuple[str, ...]] = ()
+
     # Settings of built-in observers, checked and set as attributes. An observer of the user's own
     # reads what it likes from `self.args.observer_kwargs`.
     _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
@@ -113,12 +117,21 @@ class Observer(InternalModule, RegistryMixin):
         their values before. The statistics stay, so it can be asked again.
         """
         require_finite(self, ("min_vals", "max_vals"))
+        return self._qparams_of(*self._chosen_range(), self.args)
+
+    def _chosen_range(self) -> MinMaxTuple:
+        """The range that is quantized: what the statistics say, unless an observer knows better."""
+        return self.min_vals, self.max_vals
+
+    def _qparams_of(
+        self, min_vals: torch.Tensor, max_vals: torch.Tensor, args: QuantizationArgs
+    ) -> QParamsDict:
         global_scale = self.get_global_scale()
-        scale, zero_point = qparams_of_range(self.min_vals, self.max_vals, self.args, global_scale)
+        scale, zero_point = qparams_of_range(min_vals, max_vals, args, global_scale)
         if not _is_usable(scale):
             raise StatisticsError(
-                f"{self.slot}: the range from {float(self.min_vals.min()):.4g} to "
-                f"{float(self.max_vals.max()):.4g} is too wide for a finite scale in "
+                f"{self.slot}: the range from {float(min_vals.min()):.4g} to "
+                f"{float(max_vals.max()):.4g} is too wide for a finite scale in "
                 f"{scale.dtype}; observe in a wider dtype, or look for broken values"
             )
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}

@@ -13,9 +13,12 @@ __all__ = [
     "Kwarg",
     "count",
     "fraction",
+    "one_of",
+    "percent",
     "positive",
     "read_kwargs",
     "switch",
+    "whole",
 ]
 
 
@@ -87,6 +90,35 @@ def count(name: str, default: int) -> Kwarg:
         default=default,
         allowed="a whole number from 0",
         accepts=lambda value: _is_number(value) and value == int(value) and value >= 0,
+    )
+
+
+def whole(name: str, default: int, *, at_least: int, at_most: int) -> Kwarg:
+    return Kwarg(
+        name=name,
+        default=default,
+        allowed=f"a whole number from {at_least} to {at_most}",
+        accepts=lambda value: (
+            isinstance(value, int) and _is_number(value) and at_least <= value <= at_most
+        ),
+    )
+
+
+def percent(name: str, default: float) -> Kwarg:
+    return Kwarg(
+        name=name,
+        default=default,
+        allowed="a number above 0 and up to 100",
+        accepts=lambda value: _is_number(value) and 0 < value <= 100,
+    )
+
+
+def one_of(name: str, default: str, choices: tuple[str, ...]) -> Kwarg:
+    return Kwarg(
+        name=name,
+        default=default,
+        allowed=f"one of {', '.join(choices)}",
+        accepts=lambda value: isinstance(value, str) and value in choices,
     )
 
 

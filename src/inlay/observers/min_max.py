@@ -1,11 +1,13 @@
 """Observers whose range is the smallest and the largest value."""
 
+from typing import ClassVar
+
 import torch
 from torch import distributed as dist
 
 from inlay.observers.base import MinMaxTuple, Observer
 from inlay.observers.helpers import as_stored, lerp
-from inlay.observers.kwargs import AVERAGING_CONSTANT
+from inlay.observers.kwargs import AVERAGING_CONSTANT, Kwarg
 
 __all__ = [
     "MemorylessMinMaxObserver",
@@ -20,7 +22,7 @@ class MemorylessMinMaxObserver(Observer):
     """Minimum and maximum of the last observed value."""
 
     _act_sync_dict = {}
-    _kwargs = ()
+    _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         self.min_vals, self.max_vals = _min_max(observed)
@@ -31,7 +33,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """Minimum and maximum of all observed values."""
 
     _act_sync_dict = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
-    _kwargs = ()
+    _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         min_vals, max_vals = _min_max(observed)

@@ -1,0 +1,205 @@
+"""Histograms whose bins are parts of the floating-point number itself.
+
+A bin is a sign, an exponent and the leading bits of the mantissa. Every value has its bin before
+any data is seen, all bins of an octave are equally wide, and two histograms add up.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+__all__ = ["FloatBins", "Histogram"]
+
+_MANTISSA = 23  # bits of a float32 after sign and exponent
+_OCTAVES = 64  # from 2 ** -32 to 2 ** 32
+_SMALLEST = 127 - _OCTAVES // 2  # the exponent of 2 ** -32 as float32 stores it
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class FloatBins:
+    """Bins of float32 by sign, exponent and `mantissa_bits` leading bits of the mantissa.
+
+    What is smaller than 2 ** -32 shares a bin with zero and counts as zero. What is larger than
+    2 ** 32 shares the last bin of its sign, as do NaN and Inf. Other dtypes are converted first.
+    """
+
+    mantissa_bits: int
+
+    @property
+    def per_sign(self) -> int:
+        return _OCTAVES << self.mantissa_bits
+
+    @property
+    def size(self) -> int:
+        return 2 * self.per_sign
+
+    @property
+    def _shift(self) -> int:
+        return _MANTISSA - self.mantissa_bits
+
+    @property
+    def _offset(self) -> int:
+        return _SMALLEST << self.mantissa_bits
+
+    def index(self, values: torch.Tensor) -> torch.Tensor:
+        """The bin of each value: zero first, then by magnitude, and negative ones after all."""
+        bits = values.to(torch.float32).view(torch.int32)
+        magnitude = ((bits & 0x7FFFFFFF) >> self._shift) - self._offset
+        negative = (bits >> 31) & self.per_sign  # the shift fills the number with the sign
+        return magnitude.clamp(0, self.per_sign - 1) + negative
+
+    def count(self, observed: torch.Tensor) -> torch.Tensor:
+        """How many values of each group are in each bin.
+
+        :param observed: values of shape (num_observations, *qparam_shape, group_size)
+        :return: int64 of shape (*qparam_shape, size)
+        """
+        shape = observed.shape[1:-1]
+        groups = math.prod(shape)
+        index = self.index(observed)
+        if groups > 1:  # every group has bins of its own, one behind the other
+            first = torch.arange(groups, dtype=torch.int32, device=index.device) * self.size
+            index = index + first.reshape(*shape, 1)
+        counts: torch.Tensor = torch.ops.inlay.count(index.flatten(), groups * self.size)
+        return counts.reshape(*shape, self.size)
+
+    def magnitudes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the bins of one sign begin and end, in float64."""
+        place = torch.arange(self.per_sign, dtype=torch.int32, device=device) + self._offset
+        inner = (place << self._shift).view(torch.float32).double()
+        inner[0] = 0
+        outer = inner.roll(-1)
+        outer[0], outer[-1] = 0, torch.finfo(torch.float32).max
+        return inner, outer
+
+
+# Not aten.bincount: the shape of its result depends on the data. Not scatter_add either: it wants
+# an index of eight bytes and is slower.
+@torch.library.custom_op("inlay::count", mutates_args=())
+def _count(index: torch.Tensor, size: int) -> torch.Tensor:
+    """How often each number from 0 to `size` occurs in `index`."""
+    return torch.bincount(index, minlength=size)
+
+
+@_count.register_fake
+def _(index: torch.Tensor, size: int) -> torch.Tensor:
+    return index.new_empty((size,), dtype=torch.int64)
+
+
+class Histogram:
+    """Counts read as a distribution: evenly spread inside a bin, and nowhere beyond the extremes.
+
+    Only bins that some group uses are kept, in the order of their values.
+
+    :param counts: of shape (*qparam_shape, bins.size)
+    :param min_vals: the exact smallest values, of shape qparam_shape
+    :param max_vals: the exact largest values
+    """
+
+    def __init__(
+        self,
+        bins: FloatBins,
+        counts: torch.Tensor,
+        min_vals: torch.Tensor,
+        max_vals: torch.Tensor,
+    ) -> None:
+        self.bins, self.counts = bins, counts
+        self.min_vals, self.max_vals = min_vals, max_vals
+        inner, outer = bins.magnitudes(counts.device)
+        inner, outer = torch.cat([inner, -inner]), torch.cat([outer, -outer])
+        used = counts.flatten(0, -2).any(dim=0).nonzero().squeeze(-1)
+        used = used[(inner + outer)[used].argsort(stable=True)]
+        self._inner, self._outer = inner[used], outer[used]
+        self.mass = counts[..., used].double()
+
+    @cached_property
+    def lower(self) -> torch.Tensor:
+        return self._inside(torch.minimum(self._inner, self._outer))
+
+    @cached_property
+    def upper(self) -> torch.Tensor:
+        return self._inside(torch.maximum(self._inner, self._outer))
+
+    @cached_property
+    def _below(self) -> torch.Tensor:
+        """Mass of all bins before each, and after the last."""
+        return torch.nn.functional.pad(self.mass.cumsum(dim=-1), (1, 0))
+
+    @property
+    def total(self) -> torch.Tensor:
+        return self._below[..., -1]
+
+    def _inside(self, values: torch.Tensor) -> torch.Tensor:
+        low, high = (v.double().unsqueeze(-1) for v in (self.min_vals, self.max_vals))
+        return torch.clamp(values, low, high)
+
+    def magnitudes(self) -> "Histogram":
+        """The histogram of the absolute values."""
+        positive, negative = self.counts.chunk(2, dim=-1)
+        counts = torch.cat([positive + negative, torch.zeros_like(negative)], dim=-1)
+        largest = torch.maximum(self.min_vals.abs(), self.max_vals.abs())
+        return Histogram(self.bins, counts, torch.zeros_like(largest), largest)
+
+    def without_zeros(self) -> "Histogram":
+        counts = self.counts.clone()
+        counts[..., 0] = 0
+        counts[..., self.bins.per_sign] = 0
+        return Histogram(self.bins, counts, self.min_vals, self.max_vals)
+
+    def points(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values that stand for the distribution, and how much each weighs.
+
+        The extremes stand for themselves: a lone outlier may be what matters most. Other values
+        have the dtype of the extremes, too. In bfloat16 they are the very numbers a bin holds;
+        else they are shifted a little more from bin to bin, so that no grid of quantized values
+        falls in step with them.
+
+        :return: values and weights of shape (*qparam_shape, points)
+        """
+        is_bfloat16 = self.min_vals.dtype == torch.bfloat16
+        per_bin = 1 << max(0, (7 if is_bfloat16 else 10) - self.bins.mantissa_bits)
+        step = torch.arange(per_bin, device=self.mass.device)
+        if not is_bfloat16:
+            shift = torch.arange(len(self._inner), device=self.mass.device) * _GOLDEN % 1
+            step = step + shift.unsqueeze(-1)
+        width = (self._outer - self._inner).unsqueeze(-1)
+        values = (self._inner.unsqueeze(-1) + width * (step / per_bin)).flatten()
+        weights = (self._mass_between() / per_bin).repeat_interleave(per_bin, dim=-1)
+        extremes = torch.stack([self.min_vals, self.max_vals], dim=-1)
+        return (
+            torch.cat([self._inside(values).to(extremes.dtype), extremes], dim=-1),
+            torch.cat([weights, torch.ones_like(extremes, dtype=weights.dtype)], dim=-1),
+        )
+
+    def _mass_between(self) -> torch.Tensor:
+        """Mass without the two extremes, which need no bin to be known."""
+        occupied = (self.mass > 0).long()
+        first, last = occupied.argmax(-1), occupied.cumsum(-1).argmax(-1)
+        of_extremes = torch.stack([first, last], dim=-1)
+        taken = torch.ones_like(of_extremes, dtype=self.mass.dtype)
+        return self.mass.scatter_add(-1, of_extremes, -taken).clamp(min=0)
+
+    def mass_below(self, values: torch.Tensor) -> torch.Tensor:
+        """How many values of each group are not above the given ones, of shape (*shape, n)."""
+        lower, upper, mass, below = (
+            torch.broadcast_to(t, (*values.shape[:-1], t.size(-1))).contiguous()
+            for t in (self.lower, self.upper, self.mass, self._below)
+        )
+        full = torch.searchsorted(upper, values.contiguous(), right=True)
+        partial = full.clamp(max=upper.size(-1) - 1)  # the bin the value is in, if it is in one
+        start, end = lower.gather(-1, partial), upper.gather(-1, partial)
+        share = ((values - start) / (end - start).clamp(min=1e-300)).clamp(0, 1)
+        share = share.masked_fill(full > partial, 0)
+        return below.gather(-1, full) + share * mass.gather(-1, partial)
+
+    def quantile(self, fraction: float) -> torch.Tensor:
+        """The value of each group that `fraction` of its values are not above."""
+        target = (self.total * fraction).unsqueeze(-1)
+        bin_ = torch.searchsorted(self._below[..., 1:].contiguous(), target)
+        bin_ = bin_.clamp(max=self.mass.size(-1) - 1)
+        share = (target - self._below.gather(-1, bin_)) / self.mass.gather(-1, bin_).clamp(min=1)
+        start, end = self.lower.gather(-1, bin_), self.upper.gather(-1, bin_)
+        return torch.lerp(start, end, share.clamp(0, 1)).squeeze(-1)

@@ -1,0 +1,142 @@
+"""The observer that counts first and decides later."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import distributed as dist
+
+from inlay.bins import FloatBins, Histogram
+from inlay.clipping import ClipSearch, Loss, clip, divergence, quantization_error
+from inlay.errors import ConfigurationError
+from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, require_finite
+from inlay.observers.helpers import as_stored
+from inlay.observers.kwargs import Kwarg, one_of, percent, positive, read_kwargs, whole
+from inlay.observers.min_max import StaticMinMaxObserver
+
+__all__ = ["HistogramObserver"]
+
+# How the range is chosen; may be asked differently later.
+_CHOICE: tuple[Kwarg, ...] = (
+    one_of("method", "mse", ("mse", "percentile", "entropy", "minmax")),
+    percent("percentile", 99.99),
+    positive("norm", 2.4),
+    whole("grid", 128, at_least=8, at_most=4096),
+)
+_ACTIVATION = (QuantizationStrategy.TENSOR,)
+_ATTENTION = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
+
+
+@Observer.register("histogram")
+class HistogramObserver(StaticMinMaxObserver):
+    """A histogram of all observed values, from which the range is chosen when it is asked for.
+
+    Bins are made of sign, exponent and `mantissa_bits` of the number, so nothing need be known
+    beforehand, and neither order nor distribution over ranks matters. They take 1 KiB times two to
+    the power of `mantissa_bits`: 256 KiB for each tensor or head. `method` says what the range is,
+    always inside the exact extremes:
+
+    - `mse`: the one with the smallest sum of `|quantized - observed| ** norm`
+    - `percentile`: what `percentile` per cent of the values are in: of their magnitudes if the
+      quantization is symmetric, else with as many left out at either end
+    - `entropy`: the one whose quantized distribution diverges least, as in TensorRT
+    - `minmax`: the extremes
+
+    `mse` and `entropy` try `grid` thresholds, then half as many around the best one.
+    """
+
+    _act_sync_dict = {**StaticMinMaxObserver._act_sync_dict, "counts": dist.ReduceOp.SUM}
+    _kwargs = (*_CHOICE, whole("mantissa_bits", 8, at_least=0, at_most=10))
+    _sums = ("counts",)
+
+    counts: torch.Tensor
+    method: str
+    percentile: float
+    norm: float
+    grid: int
+    mantissa_bits: int
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        strategies = _ATTENTION if base_name in ("q", "k", "v") else _ACTIVATION
+        if self.args.strategy not in strategies:
+            raise ConfigurationError(
+                f"{base_name}: histogram does not work with strategy {_name(self.args.strategy)}; "
+                f"it does with {', '.join(map(_name, strategies))}"
+            )
+
+    @property
+    def bins(self) -> FloatBins:
+        return FloatBins(self.mantissa_bits)
+
+    @property
+    def histogram(self) -> Histogram:
+        """The distribution of the values observed so far."""
+        require_finite(self, ("min_vals", "max_vals"))
+        return Histogram(self.bins, self.counts, self.min_vals, self.max_vals)
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        super().update_statistics_from_observed(observed)
+        counts = self.bins.count(as_stored(observed))
+        self.counts = counts + self.counts if hasattr(self, "counts") else counts
+
+    @torch.no_grad()
+    def range(self, args: QuantizationArgs | None = None, **settings: Any) -> MinMaxTuple:
+        """The range for other arguments, or by another method, from the same statistics.
+
+        :param args: how the values will be quantized; those of the observer if not given
+        :param settings: `method`, `percentile`, `norm` or `grid`, where they shall be others
+        """
+        args = self._require_same_strategy(args)
+        choice = self._choice(settings)
+        histogram, method = self.histogram, choice["method"]
+        if method == "minmax":
+            return self.min_vals, self.max_vals
+        if method == "percentile":
+            return _percentile(histogram, args, choice["percentile"] / 100)
+        loss: Loss = (
+            quantization_error(histogram, args, choice["norm"])
+            if method == "mse"
+            else divergence(histogram, args)
+        )
+        search = ClipSearch(
+            histogram=histogram, loss=loss, symmetric=bool(args.symmetric), grid=choice["grid"]
+        )
+        return search()
+
+    @torch.no_grad()
+    def requantize(self, args: QuantizationArgs | None = None, **settings: Any) -> QParamsDict:
+        """What `get_qparams` would say with other arguments or settings; see `range`."""
+        args = self._require_same_strategy(args)
+        return self._qparams_of(*self.range(args, **settings), args)
+
+    def _chosen_range(self) -> MinMaxTuple:
+        return self.range()
+
+    def _choice(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        own = {kwarg.name: getattr(self, kwarg.name) for kwarg in _CHOICE}
+        return read_kwargs(type(self).__name__, _CHOICE, {**own, **settings}, closed=True)
+
+    def _require_same_strategy(self, args: QuantizationArgs | None) -> QuantizationArgs:
+        if args is None:
+            return self.args
+        if args.strategy != self.args.strategy:
+            raise ConfigurationError(
+                f"{self.slot}: values were counted for strategy {_name(self.args.strategy)} and "
+                f"cannot be quantized with {_name(args.strategy)}; observe them again for that"
+            )
+        return args
+
+
+def _percentile(histogram: Histogram, args: QuantizationArgs, fraction: float) -> MinMaxTuple:
+    if args.symmetric:
+        below = above = histogram.magnitudes().quantile(fraction)
+    else:
+        left_out = (1 - fraction) / 2
+        below, above = -histogram.quantile(left_out), histogram.quantile(1 - left_out)
+    return clip(histogram.min_vals, histogram.max_vals, below, above)
+
+
+def _name(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))
