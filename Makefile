@@ -31,7 +31,7 @@ $(shell mkdir -p build && echo '$(SOURCES)' | cmp -s - build/sources || echo '$(
 $(VENV)/.installed: pyproject.toml constraints.txt build/sources
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[test,demo]' --config-settings editable_mode=strict
+		--editable '.[test,demo,bench]' --config-settings editable_mode=strict
 	touch $@
 
 clean:

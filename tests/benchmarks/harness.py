@@ -49,3 +49,17 @@ def ratio(of: Measurement, to: Measurement) -> Ratio:
     quotients = sorted(a / b for a, b in zip(of.seconds, to.seconds, strict=True))
     quartiles = statistics.quantiles(quotients, n=4)
     return Ratio(statistics.median(quotients), quartiles[0], quartiles[2])
+
+
+def single(value: float) -> Ratio:
+    """A ratio that was measured once."""
+    return Ratio(value, value, value)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: what is divided by what, for which case, and the quotient."""
+
+    group: str
+    name: str
+    ratio: Ratio

@@ -1,23 +1,90 @@
-"""`make bench`: every row a ratio, measured side by side in this process."""
+"""`make bench`: ratios measured side by side, as a table, as JSON and as a picture."""
 
+import argparse
+import json
 import platform
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
 
+import compressed_tensors
+import depth
+import llmcompressor
+import overhead
+import pipelines
 import torch
-from overhead import rows
+import weights
+from harness import Row
+from plot import plot
 from rich.console import Console
 from rich.table import Table
 
+PARTS = {
+    "overhead": overhead.rows,
+    "weights": weights.rows,
+    "depth": depth.rows,
+    "pipelines": pipelines.rows,
+}
+
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    arguments = parser.parse_args()
     console = Console()
-    console.print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}, "
-        f"Python {platform.python_version()}"
+    machine = describe()
+    console.print(machine)
+    rows: list[Row] = []
+    for part in arguments.parts:
+        with console.status(f"measuring {part}"):
+            rows += PARTS[part]()
+    console.print(table(rows))
+    write(rows, machine, arguments.out)
+    console.print(f"written to {arguments.out}")
+
+
+def describe() -> dict[str, str]:
+    return {
+        "processor": _processor(),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "compressed-tensors": compressed_tensors.__version__,
+        "llmcompressor": llmcompressor.__version__,
+    }
+
+
+def table(rows: Iterable[Row]) -> Table:
+    shown = Table("ratio", "of", "value", "middle half of the rounds")
+    for row in rows:
+        spread = f"{row.ratio.low:.2f} to {row.ratio.high:.2f}"
+        once = row.ratio.low == row.ratio.high
+        shown.add_row(row.group, row.name, f"{row.ratio.value:.2f}", "once" if once else spread)
+    return shown
+
+
+def write(rows: list[Row], machine: dict[str, str], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine, "rows": [asdict(row) for row in rows]}
+    temporary = folder / "benchmarks.json.tmp"
+    temporary.write_text(json.dumps(content, indent=2))
+    temporary.rename(folder / "benchmarks.json")
+    plot(rows, folder / "benchmarks.png")
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if info.exists()
+        else []
     )
-    table = Table("row", "ratio to the plain compiled forward (middle half of the rounds)")
-    for name, found in rows():
-        table.add_row(name, str(found))
-    console.print(table)
+    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":
