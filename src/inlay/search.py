@@ -140,29 +140,45 @@ class RangeSearch:
             observed, shrinks, importance, args=self.args, norm=self.norm, expand=self.expand
         )
         tried = _tried(_improving(errors), self.patience)
-        best = torch.where(tried, errors, torch.inf).argmin(-1)
-        return _select(low, high, shrinks, best, errors)
+        tried_errors = torch.where(tried, errors, torch.inf)
+        best = torch.where(tried_errors.amin(-1) < torch.inf, tried_errors.argmin(-1), -1)
+        return _select(low, high, shrinks, best)
 
     def _compiled(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
         """The search in a compiled kernel, over chunks of rows that share one decision to stop."""
-        shape = observed.shape[1:-1]
         rows = _as_rows(observed)
         weights = None if importance is None else _as_rows(importance.expand(observed.shape))
         chunks = _chunks(rows, weights, len(self.shrinks))
-        shrinks = _as_tensor(self.shrinks, observed)
         kernel = _kernel(
-            _key(self.args), self.norm, self.expand, observed.dtype, importance is not None
+            _key(self.args),
+            self.norm,
+            self.expand,
+            observed.dtype,
+            weighted=importance is not None,
+            single=len(rows) == 1,
         )
+        shrinks = _as_tensor(self.shrinks, observed)
 
-        found = [kernel(chunk, shrinks, *weight) for chunk, weight in chunks]
-        if any(result is None for result in found):  # compilation is switched off
-            return self.specification(observed, importance)
-        improving = torch.stack([result[2] for result in found]).any(0)
+        found = []
+        improving = torch.zeros(len(shrinks), dtype=torch.bool)
+        for chunk, weight in chunks:
+            result = kernel(chunk, shrinks, *weight)
+            if result is None:  # compilation is switched off
+                return self.specification(observed, importance)
+            low, high, errors = result
+            best, gains = _replay(errors)
+            found.append((low, high, best))
+            improving |= gains
         tried = int(_tried(improving, self.patience).sum())
-        if tried < len(shrinks):
-            found = [kernel(chunk, shrinks[:tried], *weight) for chunk, weight in chunks]
-        low, high = (torch.cat([result[side] for result in found]) for side in (0, 1))
-        return low.reshape(shape), high.reshape(shape)
+        for place, (chunk, weight) in enumerate(chunks):
+            low, high, best = found[place]
+            # Rarely a group is best off with a candidate that was not tried any more.
+            if bool((best >= tried).any()):
+                errors = kernel(chunk, shrinks, *weight)[2][..., :tried]
+                found[place] = (low, high, _replay(errors)[0])
+        low, high, best = (torch.cat([result[part] for result in found]) for part in range(3))
+        shape = observed.shape[1:-1]
+        return _select(low.reshape(shape), high.reshape(shape), shrinks, best.reshape(shape))
 
 
 def _errors(
@@ -187,8 +203,10 @@ def _errors(
         error = error * importance.unsqueeze(-2)
     # Observation by observation, so that it does not depend on the number of threads how a long
     # sum is divided; what the many sums are added up in must not lose what tells them apart.
-    errors = error.sum(-1).sum(0, dtype=torch.float64).to(wide.dtype)
-    return low, high, torch.where(errors.isnan(), torch.inf, errors)
+    errors = error.sum(-1)
+    one = observed.shape[0] == 1
+    errors = errors.squeeze(0) if one else errors.sum(0, dtype=torch.float64).to(wide.dtype)
+    return low, high, torch.where(errors < torch.inf, errors, torch.inf)
 
 
 def _candidates(
@@ -236,20 +254,26 @@ def _tried(improving: torch.Tensor, patience: int | None) -> torch.Tensor:
     return ~((order < order.unsqueeze(-1)) & stops).any(-1)
 
 
+def _replay(errors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first best candidate of each group, and which candidates improve some group."""
+    columns = errors.flatten(0, -2).t().contiguous()
+    best = torch.full_like(columns[0], -1, dtype=torch.int64)
+    best_error = torch.full_like(columns[0], torch.inf)
+    gains = []
+    for candidate, error in enumerate(columns):
+        better = error < best_error
+        gains.append(bool(better.any()))
+        best.masked_fill_(better, candidate)
+        torch.minimum(best_error, error, out=best_error)
+    return best, torch.tensor(gains)
+
+
 def _select(
-    low: torch.Tensor,
-    high: torch.Tensor,
-    shrinks: torch.Tensor,
-    best: torch.Tensor,
-    errors: torch.Tensor,
+    low: torch.Tensor, high: torch.Tensor, shrinks: torch.Tensor, best: torch.Tensor
 ) -> Range:
-    """The range of the best candidate, and the full one where no error was finite."""
-    factor = shrinks[best]
-    found = errors.amin(-1) < torch.inf
-    return (
-        torch.where(found, _times(low, factor), low),
-        torch.where(found, _times(high, factor), high),
-    )
+    """The range of the best candidate, or the full one where no error was finite: best is -1."""
+    factor = torch.where(best < 0, 1.0, shrinks[best.clamp(min=0)])
+    return _times(low, factor), _times(high, factor)
 
 
 def _as_rows(observed: torch.Tensor) -> torch.Tensor:
@@ -279,25 +303,23 @@ def _chunks(
 
 @functools.lru_cache(maxsize=64)
 def _kernel(
-    key: str, norm: float, expand: float, dtype: torch.dtype, weighted: bool
+    key: str, norm: float, expand: float, dtype: torch.dtype, *, weighted: bool, single: bool
 ) -> Callable[..., tuple[torch.Tensor, ...] | None]:
-    """A compiled kernel for rows of every shape: best range of each group, candidates that gain.
+    """A compiled kernel for rows of every shape: the full ranges and the errors of candidates.
 
     What compressed-tensors does is traced before Dynamo sees it, which would stumble over it.
     """
     args = QuantizationArgs.model_validate_json(key)
 
-    def search(rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor) -> Range:
+    def search(
+        rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         importance = weights[0] if weights else None
-        low, high, errors = _errors(
-            rows, shrinks, importance, args=args, norm=norm, expand=expand
-        )
-        best = _select(low, high, shrinks, errors.argmin(-1), errors)
-        return *best, _improving(errors)
+        return _errors(rows, shrinks, importance, args=args, norm=norm, expand=expand)
 
-    rows = torch.ones(2, 3, 5, 8, dtype=dtype)
+    rows = torch.ones(1 if single else 2, 3, 5, 8, dtype=dtype)
     shrinks = _as_tensor((1.0,) * 7, rows)
-    example = (rows, shrinks, torch.ones(2, 3, 5, 8)) if weighted else (rows, shrinks)
+    example = (rows, shrinks, torch.ones(rows.shape)) if weighted else (rows, shrinks)
     search(*example)  # compressed-tensors remembers its ranges, and must not remember fake ones
     graph = make_fx(search, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
 
