@@ -41,7 +41,7 @@ def absolute_power(value: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 def power_six_fifths(a: torch.Tensor) -> torch.Tensor:
-    """a ** 1.2 of float32 numbers that are not negative, with a relative error below 3e-7.
+    """The power 1.2 of float32 numbers that are not negative, with a relative error below 3e-7.
 
     y approximates a ** (-1/5): a guess, then a Newton step, which leaves 0.3%. With r = a y⁴ and
     h = 1 - r y, the fifth root of a is r (1 - h) ** (-4/5) exactly, and four terms of that series

@@ -67,11 +67,10 @@ class RangeSearch:
         :param importance: weight of each value's error, broadcastable to `observed`
         :return: minimum and maximum of the best range, each of shape qparam_shape
         """
-        observed = observed.detach()
         if not self.shrinks:
-            return self.specification(observed, importance)
-        if _is_traced(observed):
-            return self.expression(observed, importance)
+            return self._full_range(observed)
+        if _is_traced(observed.detach()):
+            return self._traced(observed, importance)
         if observed.numel() < COMPILE_FROM:
             return self.specification(observed, importance)
         return self._compiled(observed, importance)
@@ -81,8 +80,7 @@ class RangeSearch:
         self, observed: torch.Tensor, importance: torch.Tensor | None = None
     ) -> Range:
         """What the search means: one candidate after another, until patience runs out."""
-        min_vals = torch.amin(observed, dim=(0, -1)) * self.expand
-        max_vals = torch.amax(observed, dim=(0, -1)) * self.expand
+        min_vals, max_vals = self._full_range(observed)
         best_min, best_max = min_vals, max_vals
         best_error = torch.full_like(min_vals, torch.inf, dtype=_error_dtype(observed))
         without_gain = 0
@@ -144,6 +142,27 @@ class RangeSearch:
         best = torch.where(tried_errors.amin(-1) < torch.inf, tried_errors.argmin(-1), -1)
         return _select(low, high, shrinks, best)
 
+    def _traced(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
+        """The expression, once for a tensor that is searched in the same way again.
+
+        An observer in a graph is traced for its first value and for later ones. Nothing after
+        that would find out that both hold the same search. The tensor remembers it: while a graph
+        is traced tensors do not change, and when it goes, so does what it remembers.
+        """
+        if importance is not None:
+            return self.expression(observed, importance)
+        known: dict[object, Range] = observed.__dict__.setdefault("_inlay_ranges", {})
+        key = (_key(self.args), self.shrinks, self.norm, self.patience, self.expand)
+        if key not in known:
+            known[key] = self.expression(observed)
+        return known[key]
+
+    def _full_range(self, observed: torch.Tensor) -> Range:
+        return (
+            torch.amin(observed, dim=(0, -1)) * self.expand,
+            torch.amax(observed, dim=(0, -1)) * self.expand,
+        )
+
     def _compiled(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
         """The search in a compiled kernel, over chunks of rows that share one decision to stop."""
         rows = _as_rows(observed)
@@ -174,8 +193,9 @@ class RangeSearch:
             low, high, best = found[place]
             # Rarely a group is best off with a candidate that was not tried any more.
             if bool((best >= tried).any()):
-                errors = kernel(chunk, shrinks, *weight)[2][..., :tried]
-                found[place] = (low, high, _replay(errors)[0])
+                result = kernel(chunk, shrinks, *weight)
+                assert result is not None, "it was compiled a moment ago"
+                found[place] = (low, high, _replay(result[2][..., :tried])[0])
         low, high, best = (torch.cat([result[part] for result in found]) for part in range(3))
         shape = observed.shape[1:-1]
         return _select(low.reshape(shape), high.reshape(shape), shrinks, best.reshape(shape))
