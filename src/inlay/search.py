@@ -10,10 +10,12 @@ from memory once and stays in the cache while its candidates are tried. Traced i
 stands there as it is; an eager observer compiles it once per format for weights of every shape.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -68,7 +70,7 @@ class RangeSearch:
         :return: minimum and maximum of the best range, each of shape qparam_shape
         """
         if not self.shrinks:
-            return self._full_range(observed)
+            return _full_range(observed, self.expand)
         if _is_traced(observed.detach()):
             return self._traced(observed, importance)
         if observed.numel() < COMPILE_FROM:
@@ -80,7 +82,8 @@ class RangeSearch:
         self, observed: torch.Tensor, importance: torch.Tensor | None = None
     ) -> Range:
         """What the search means: one candidate after another, until patience runs out."""
-        min_vals, max_vals = self._full_range(observed)
+        min_vals = torch.amin(observed, dim=(0, -1)) * self.expand
+        max_vals = torch.amax(observed, dim=(0, -1)) * self.expand
         best_min, best_max = min_vals, max_vals
         best_error = torch.full_like(min_vals, torch.inf, dtype=_error_dtype(observed))
         without_gain = 0
@@ -134,9 +137,9 @@ class RangeSearch:
         Patience is replayed from the errors of all candidates.
         """
         shrinks = _as_tensor(self.shrinks, observed)
-        low, high, errors = _errors(
-            observed, shrinks, importance, args=self.args, norm=self.norm, expand=self.expand
-        )
+        low, high = _full_range(observed, self.expand)
+        scale, zero_point = _candidates(low, high, shrinks, _args_of_search(self.args))
+        errors = _errors(observed, scale, zero_point, importance, args=self.args, norm=self.norm)
         tried = _tried(_improving(errors), self.patience)
         tried_errors = torch.where(tried, errors, torch.inf)
         best = torch.where(tried_errors.amin(-1) < torch.inf, tried_errors.argmin(-1), -1)
@@ -156,12 +159,6 @@ class RangeSearch:
         if key not in known:
             known[key] = self.expression(observed)
         return known[key]
-
-    def _full_range(self, observed: torch.Tensor) -> Range:
-        return (
-            torch.amin(observed, dim=(0, -1)) * self.expand,
-            torch.amax(observed, dim=(0, -1)) * self.expand,
-        )
 
     def _compiled(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
         """The search in a compiled kernel, over chunks of rows that share one decision to stop."""
@@ -203,21 +200,16 @@ class RangeSearch:
 
 def _errors(
     observed: torch.Tensor,
-    shrinks: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
     importance: torch.Tensor | None,
     *,
     args: QuantizationArgs,
     norm: float,
-    expand: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The full range of each group, and the errors of all candidates in a last dimension."""
-    dtype = observed.dtype
-    low = _times(torch.amin(observed, dim=(0, -1)), expand)
-    high = _times(torch.amax(observed, dim=(0, -1)), expand)
-    scale, zero_point = _candidates(low, high, shrinks, _args_of_search(args))
-
+) -> torch.Tensor:
+    """The errors of all candidates, in a last dimension of their own."""
     wide = observed.to(_error_dtype(observed)).unsqueeze(-2)
-    quantized = quantize_dequantize(wide, scale, zero_point, args, dtype)
+    quantized = quantize_dequantize(wide, scale, zero_point, args, observed.dtype)
     error = absolute_power(quantized - wide, norm)
     if importance is not None:
         error = error * importance.unsqueeze(-2)
@@ -226,7 +218,14 @@ def _errors(
     errors = error.sum(-1)
     one = observed.shape[0] == 1
     errors = errors.squeeze(0) if one else errors.sum(0, dtype=torch.float64).to(wide.dtype)
-    return low, high, torch.where(errors < torch.inf, errors, torch.inf)
+    return torch.where(errors < torch.inf, errors, torch.inf)
+
+
+def _full_range(observed: torch.Tensor, expand: float) -> Range:
+    return (
+        _times(torch.amin(observed, dim=(0, -1)), expand),
+        _times(torch.amax(observed, dim=(0, -1)), expand),
+    )
 
 
 def _candidates(
@@ -234,7 +233,7 @@ def _candidates(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and zero point of all candidates, ready to be used with the elements of the groups."""
     dtype = _error_dtype(low)
-    with EagerRounding():
+    with EagerRounding() if _is_traced(low) else contextlib.nullcontext():
         lows, highs = (_times(end.unsqueeze(-1), shrinks) for end in (low, high))
         scale, zero_point = qparams_of_range(lows, highs, args)
     scale = _stored(scale.to(dtype)).unsqueeze(-1)
@@ -327,23 +326,46 @@ def _kernel(
 ) -> Callable[..., tuple[torch.Tensor, ...] | None]:
     """A compiled kernel for rows of every shape: the full ranges and the errors of candidates.
 
-    What compressed-tensors does is traced before Dynamo sees it, which would stumble over it.
+    It takes rows, factors, and importance if it is `weighted`. Candidates of half-precision values
+    are computed outside, where every step is rounded by itself.
     """
     args = QuantizationArgs.model_validate_json(key)
+    half = dtype in (torch.bfloat16, torch.float16)
 
-    def search(
-        rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        importance = weights[0] if weights else None
-        return _errors(rows, shrinks, importance, args=args, norm=norm, expand=expand)
+    def prepare(rows: torch.Tensor, shrinks: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        low, high = _full_range(rows, expand)
+        return low, high, *_candidates(low, high, shrinks, _args_of_search(args))
+
+    def errors(rows: torch.Tensor, scale: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        importance = rest[-1] if weighted else None
+        zero_point = None if args.symmetric else rest[0]
+        return _errors(rows, scale, zero_point, importance, args=args, norm=norm)
+
+    def search(rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor) -> Any:
+        low, high, *qparams = prepare(rows, shrinks)
+        found = compute(rows, *(part for part in qparams if part is not None), *weights)
+        return None if found is None else (low, high, found)
 
     rows = torch.ones(1 if single else 2, 3, 5, 8, dtype=dtype)
     shrinks = _as_tensor((1.0,) * 7, rows)
-    example = (rows, shrinks, torch.ones(rows.shape)) if weighted else (rows, shrinks)
-    search(*example)  # compressed-tensors remembers its ranges, and must not remember fake ones
-    graph = make_fx(search, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    weights = (torch.ones(rows.shape),) if weighted else ()
+    compute: Callable[..., Any] = errors
+    search(rows, shrinks, *weights)  # compressed-tensors remembers its ranges, and only real ones
+    if half:
+        qparams = [part for part in prepare(rows, shrinks)[2:] if part is not None]
+        compute = _compile(errors, rows, *qparams, *weights)
+        return search
+    return _compile(search, rows, shrinks, *weights)
 
-    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+
+def _compile(function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
+    """Compile for tensors of every shape. What is returned gives None if compilation is off.
+
+    compressed-tensors is traced before Dynamo sees it, which would stumble over it.
+    """
+    graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+
+    def run(*tensors: torch.Tensor) -> Any:
         # Not compiled, it would hold every candidate of every element.
         return graph(*tensors) if torch.compiler.is_compiling() else None
 
