@@ -34,7 +34,8 @@ __all__ = ["COMPILE_FROM", "RangeSearch"]
 # for the compiler than for the search.
 COMPILE_FROM = 2**20
 
-# Numbers per candidate and group that a kernel may hold at a time: rows come in chunks of so many.
+# Numbers per candidate and group that a kernel may hold at a time, and an eighth of the elements
+# that may be held once more in float32: rows come in chunks that stay below.
 _CHUNK = 2**21
 # A range over the whole tensor is searched in pieces of about this size, one after another, for
 # the same reason that groups are: a piece stays in the cache while the candidates are tried.
@@ -139,7 +140,15 @@ class RangeSearch:
         shrinks = _as_tensor(self.shrinks, observed)
         low, high = _full_range(observed, self.expand)
         scale, zero_point = _candidates(low, high, shrinks, _args_of_search(self.args))
-        errors = _errors(observed, scale, zero_point, importance, args=self.args, norm=self.norm)
+        errors = _errors(
+            observed,
+            scale,
+            zero_point,
+            importance,
+            args=self.args,
+            norm=self.norm,
+            dtype=observed.dtype,
+        )
         tried = _tried(_improving(errors), self.patience)
         tried_errors = torch.where(tried, errors, torch.inf)
         best = torch.where(tried_errors.amin(-1) < torch.inf, tried_errors.argmin(-1), -1)
@@ -206,10 +215,11 @@ def _errors(
     *,
     args: QuantizationArgs,
     norm: float,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The errors of all candidates, in a last dimension of their own."""
+    """The errors of all candidates for values that came in `dtype`, in a last dimension."""
     wide = observed.to(_error_dtype(observed)).unsqueeze(-2)
-    quantized = quantize_dequantize(wide, scale, zero_point, args, observed.dtype)
+    quantized = quantize_dequantize(wide, scale, zero_point, args, dtype)
     error = absolute_power(quantized - wide, norm)
     if importance is not None:
         error = error * importance.unsqueeze(-2)
@@ -313,7 +323,7 @@ def _chunks(
 ) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
     """Cut into chunks of rows of nearly equal size, each with its importance if there is any."""
     numbers = rows.numel() // rows.shape[-1] * candidates
-    count = min(rows.shape[1], -(-numbers // _CHUNK))
+    count = min(rows.shape[1], -(-max(numbers, rows.numel() // 8) // _CHUNK))
     parts = rows.tensor_split(count, dim=1)
     if weights is None:
         return [(part, ()) for part in parts]
@@ -339,11 +349,13 @@ def _kernel(
     def errors(rows: torch.Tensor, scale: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         importance = rest[-1] if weighted else None
         zero_point = None if args.symmetric else rest[0]
-        return _errors(rows, scale, zero_point, importance, args=args, norm=norm)
+        return _errors(rows, scale, zero_point, importance, args=args, norm=norm, dtype=dtype)
 
     def search(rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor) -> Any:
         low, high, *qparams = prepare(rows, shrinks)
-        found = compute(rows, *(part for part in qparams if part is not None), *weights)
+        # Loops over halves take vectors of two registers, which the compiler does not keep there.
+        wide = rows.float() if half else rows
+        found = compute(wide, *(part for part in qparams if part is not None), *weights)
         return None if found is None else (low, high, found)
 
     rows = torch.ones(1 if single else 2, 3, 5, 8, dtype=dtype)
@@ -353,7 +365,7 @@ def _kernel(
     search(rows, shrinks, *weights)  # compressed-tensors remembers its ranges, and only real ones
     if half:
         qparams = [part for part in prepare(rows, shrinks)[2:] if part is not None]
-        compute = _compile(errors, rows, *qparams, *weights)
+        compute = _compile(errors, rows.float(), *qparams, *weights)
         return search
     return _compile(search, rows, shrinks, *weights)
 
