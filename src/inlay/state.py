@@ -82,24 +82,32 @@ class Rule:
 
     def take_in(self, observer: Observer, value: torch.Tensor) -> None:
         """Let an observer with statistics of its own see a value."""
+        self._take_in(observer, self.flatten(value))
+
+    def flatten(self, value: torch.Tensor) -> torch.Tensor:
+        """The value in the shape that the observer takes in."""
         if self.watches_input_of_weight:
-            observer.observe_input(value)
+            return value
+        return flatten_for_calibration(value, self.observer.base_name, self.observer.args)
+
+    def _take_in(self, observer: Observer, flat: torch.Tensor) -> None:
+        if self.watches_input_of_weight:
+            observer.observe_input(flat)
         else:
-            flat = flatten_for_calibration(value, observer.base_name, observer.args)
             observer.update_statistics_from_observed(flat)
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Tensors the observer has before it sees anything: the start of its state."""
         return _tensors(self.observer)
 
-    def run(self, value: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Take in a value on top of `state` and return the tensors the observer has then."""
+    def run(self, flat: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Take in a flattened value on top of `state` and return the tensors there are then."""
         shadow = copy.copy(self.observer)
         shadow._buffers = dict(shadow._buffers)
         for name, tensor in state.items():
             setattr(shadow, name, tensor.clone())
         before = _plain_values(shadow)
-        self.take_in(shadow, value)
+        self._take_in(shadow, flat)
         after = _plain_values(shadow)
         changed = [name for name in after if not _same(before.get(name), after[name])]
         if changed:
@@ -121,8 +129,9 @@ class Rule:
                 name: torch.empty_like(tensor, device=value.device)
                 for name, tensor in self.constants().items()
             }
-            first = self.run(value, start)
-            later = self.run(value, first)
+            flat = self.flatten(value)
+            first = self.run(flat, start)
+            later = self.run(flat, first)
         specs = _specs(first)
         if _specs(later) != specs:
             raise StatisticsError(
@@ -164,10 +173,12 @@ class Observe:
         names = [spec.name for spec in self.specs]
         current = dict(zip(names, state, strict=True))
         given = {name: current[name] for name in self.rule.constants()}
-        first = self.rule.run(value, given)
+        # The same tensor for both: what is expensive to compute of it is then computed once.
+        flat = self.rule.flatten(value)
+        first = self.rule.run(flat, given)
         if len(given) == len(current):
             return [first[name] for name in names]
-        later = self.rule.run(value, current)
+        later = self.rule.run(flat, current)
         is_first = seen == 0
         # The state starts as zeros, so what is a sum needs no selection.
         sums = self.rule.observer._sums
