@@ -28,6 +28,7 @@ class Calibration:
     :param recipe: what to quantize and how
     :param compiler: the Dynamo backend that compiles graphs with observers in them
     :param passes: passes that make a traced graph observe
+    :param progress: whether to draw progress bars; by default where there is a terminal
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class Calibration:
         *,
         compiler: str = "inductor",
         passes: Sequence[type[Pass]] = PREPARE,
+        progress: bool | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self.recipe = recipe
         self.statistics = Statistics(model, recipe)
+        self.statistics.show_progress = progress
         self._backend = Backend(self.statistics, compiler=compiler, passes=passes)
         self._observing = Backend(self.statistics, compiler=compiler, passes=passes, outputs=False)
         self._observe: Callable[..., Any] | None = None

@@ -15,6 +15,7 @@ from inlay.observers import (
     QParamsDict,
     sync_observers,
 )
+from inlay.progress import watched
 from inlay.quantize import fold_weight
 from inlay.recipe import Recipe, make_observer
 from inlay.slots import Plan, Slot
@@ -35,6 +36,7 @@ class Statistics:
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.plan = Plan(model, recipe)
+        self.show_progress: bool | None = None  # where there is a terminal
         self.qparams: dict[str, QParamsDict] | None = None
         # Weak, like everything that a compiled graph leads to: the model is its owner's.
         self._modules = {
@@ -158,7 +160,7 @@ class Statistics:
         sync_observers(weighted)
         self._fuse(observers, accept)
         observed: dict[tuple[int, str], Observer] = {}
-        for slot in self.plan.weight_slots():
+        for slot in watched(self.plan.weight_slots(), "observing weights", show=self.show_progress):
             # Tied weights are one weight, as long as they are quantized alike.
             weight = self._weight(slot)
             observer = observed.setdefault((id(weight), repr(slot.args)), observers[slot.name])
