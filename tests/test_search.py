@@ -131,7 +131,7 @@ def test_patience_is_replayed(groups: list[list[int]], patience: int | None) -> 
     improving = search_module._improving(errors)
     assert int(search_module._tried(improving, patience).sum()) == tried
     index, gains = search_module._replay(errors)
-    assert torch.equal(index, errors.argmin(-1))
+    assert torch.equal(index.long(), errors.argmin(-1))
     assert torch.equal(gains, improving)
 
 

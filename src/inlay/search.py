@@ -199,12 +199,12 @@ class RangeSearch:
             low, high, best = found[place]
             # Rarely a group is best off with a candidate that was not tried any more.
             if bool((best >= tried).any()):
-                result = kernel(chunk, shrinks, *weight)
-                assert result is not None, "it was compiled a moment ago"
-                found[place] = (low, high, _replay(result[2][..., :tried])[0])
-        low, high, best = (torch.cat([result[part] for result in found]) for part in range(3))
-        shape = observed.shape[1:-1]
-        return _select(low.reshape(shape), high.reshape(shape), shrinks, best.reshape(shape))
+                again = kernel(chunk, shrinks, *weight)
+                assert again is not None, "it was compiled a moment ago"
+                best = _replay(again[2][..., :tried])[0]
+            found[place] = (*_select(low, high, shrinks, best.reshape(low.shape).long()), best)
+        low, high = (torch.cat([result[side] for result in found]) for side in (0, 1))
+        return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
 
 def _errors(
@@ -286,7 +286,7 @@ def _tried(improving: torch.Tensor, patience: int | None) -> torch.Tensor:
 def _replay(errors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first best candidate of each group, and which candidates improve some group."""
     columns = errors.flatten(0, -2).t().contiguous()
-    best = torch.full_like(columns[0], -1, dtype=torch.int64)
+    best = torch.full_like(columns[0], -1, dtype=torch.int16)  # kept for every group
     best_error = torch.full_like(columns[0], torch.inf)
     gains = []
     for candidate, error in enumerate(columns):
@@ -373,15 +373,33 @@ def _kernel(
 def _compile(function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
     """Compile for tensors of every shape. What is returned gives None if compilation is off.
 
-    compressed-tensors is traced before Dynamo sees it, which would stumble over it.
+    compressed-tensors is traced before Dynamo sees it, which would stumble over it. The traced
+    module has code of its own: Dynamo counts recompilations by code, and gives up on a function
+    that all formats share.
     """
-    graph = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    with traced.graph.inserting_before(next(iter(traced.graph.nodes))):
+        traced.graph.call_function(_require_compilation)
+    traced.recompile()
+    compiled = torch.compile(traced, dynamic=True)
 
     def run(*tensors: torch.Tensor) -> Any:
-        # Not compiled, it would hold every candidate of every element.
-        return graph(*tensors) if torch.compiler.is_compiling() else None
+        try:
+            return compiled(*tensors)
+        except _NotCompiledError:
+            return None
 
-    return torch.compile(run, dynamic=True)
+    return run
+
+
+class _NotCompiledError(RuntimeError):
+    pass
+
+
+def _require_compilation() -> None:
+    """Keep an expression from running as it is: it would hold every candidate of every element."""
+    if not torch.compiler.is_compiling():
+        raise _NotCompiledError
 
 
 def _key(args: QuantizationArgs) -> str:
