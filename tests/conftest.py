@@ -11,4 +11,5 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
-torch.set_num_threads(2)
+# Two processes share two cores, so each has one.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

@@ -6,6 +6,7 @@ from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_qua
 from torch.nn import Module
 
 from inlay.errors import ConfigurationError, ObservationError
+from inlay.rounding import as_rounded
 
 __all__ = [
     "FUSED_LAYER_NAMES",
@@ -213,7 +214,4 @@ def as_stored(value: torch.Tensor) -> torch.Tensor:
     """
     if value.dtype != torch.bfloat16:
         return value
-    bits = value.float().view(torch.int32)
-    to_nearest_even = 0x7FFF + ((bits >> 16) & 1)
-    rounded = ((bits + to_nearest_even) & -0x10000).view(torch.float32)
-    return torch.where(value.isnan(), value, rounded.to(torch.bfloat16))
+    return torch.where(value.isnan(), value, as_rounded(value.float(), value.dtype).to(value.dtype))
