@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from strategies import observables
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from inlay import kernels
 from inlay import search as search_module
 from inlay.observers import flatten_for_calibration
 from inlay.observers.mse import shrink_factors
@@ -206,7 +207,7 @@ def test_the_kernel_finds_what_the_specification_finds(
 
 def test_one_kernel_serves_all_shapes(monkeypatch) -> None:
     monkeypatch.setattr(search_module, "COMPILE_FROM", 0)
-    search_module._kernel.cache_clear()
+    kernels.kernel_of.cache_clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     search = searching(GROUP, norm=2.0)
@@ -217,12 +218,12 @@ def test_one_kernel_serves_all_shapes(monkeypatch) -> None:
 
 
 def test_small_tensors_are_not_compiled() -> None:
-    search_module._kernel.cache_clear()
+    kernels.kernel_of.cache_clear()
     search = searching(GROUP)
     observed = flatten_for_calibration(weight_of(64, 64), "weight", search.args)
     for found, wanted in zip(search(observed), search.specification(observed), strict=True):
         assert torch.equal(found, wanted)
-    assert search_module._kernel.cache_info().currsize == 0
+    assert kernels.kernel_of.cache_info().currsize == 0
 
 
 def test_without_compilation_the_specification_runs(monkeypatch) -> None:

@@ -1,0 +1,130 @@
+"""Compiled kernels that search ranges, one per format for tensors of every shape."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inlay.candidates import args_of_search, as_factors, candidates, errors_of, full_range
+
+__all__ = ["as_rows", "chunks_of", "kernel_of", "key_of"]
+
+# Numbers per candidate and group that a kernel may hold at a time, and an eighth of the elements
+# that may be held once more in float32: rows come in chunks that stay below.
+_CHUNK = 2**21
+# A range over the whole tensor is searched in pieces of about this size, one after another, for
+# the same reason that groups are: a piece stays in the cache while the candidates are tried.
+_PIECE = 4096
+
+
+def as_rows(observed: torch.Tensor) -> torch.Tensor:
+    """View as (num_observations, rows, groups in a row, group_size)."""
+    if math.prod(observed.shape[1:-1]) > 1:
+        return observed.reshape(observed.shape[0], -1, *observed.shape[-2:])
+    count = observed.numel()
+    pieces = count // _PIECE
+    # Real shapes have a divisor near; without one the pieces are what the observations are.
+    for size in range(_PIECE, _PIECE // 4, -1) if pieces > 1 else ():
+        if count % size == 0:
+            return observed.reshape(-1, 1, 1, size)
+    return observed.reshape(observed.shape[0], 1, 1, -1)
+
+
+def chunks_of(
+    rows: torch.Tensor, weights: torch.Tensor | None, candidates: int
+) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+    """Cut into chunks of rows of nearly equal size, each with its importance if there is any."""
+    numbers = rows.numel() // rows.shape[-1] * candidates
+    count = min(rows.shape[1], -(-max(numbers, rows.numel() // 8) // _CHUNK))
+    parts = rows.tensor_split(count, dim=1)
+    if weights is None:
+        return [(part, ()) for part in parts]
+    return [(p, (w,)) for p, w in zip(parts, weights.tensor_split(count, dim=1), strict=True)]
+
+
+@functools.lru_cache(maxsize=64)
+def kernel_of(
+    key: str,
+    norm: float,
+    expand: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    weighted: bool,
+    single: bool,
+) -> Callable[..., tuple[torch.Tensor, ...] | None]:
+    """A compiled kernel for rows of every shape: the full ranges and the errors of candidates.
+
+    It takes rows, factors, and importance if it is `weighted`. Candidates of half-precision values
+    are computed outside, where every step is rounded by itself.
+    """
+    args = QuantizationArgs.model_validate_json(key)
+    half = dtype in (torch.bfloat16, torch.float16)
+
+    def prepare(rows: torch.Tensor, shrinks: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        low, high = full_range(rows, expand)
+        return low, high, *candidates(low, high, shrinks, args_of_search(args))
+
+    def errors(rows: torch.Tensor, scale: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        importance = rest[-1] if weighted else None
+        zero_point = None if args.symmetric else rest[0]
+        return errors_of(rows, scale, zero_point, importance, args=args, norm=norm, dtype=dtype)
+
+    def search(rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor) -> Any:
+        low, high, *qparams = prepare(rows, shrinks)
+        # Loops over halves take vectors of two registers, which the compiler does not keep there.
+        wide = rows.float() if half else rows
+        found = compute(wide, *(part for part in qparams if part is not None), *weights)
+        return None if found is None else (low, high, found)
+
+    rows = torch.ones(1 if single else 2, 3, 5, 8, dtype=dtype, device=device)
+    shrinks = as_factors((1.0,) * 7, rows)
+    weights = (torch.ones(rows.shape, device=device),) if weighted else ()
+    compute: Callable[..., Any] = errors
+    search(rows, shrinks, *weights)  # compressed-tensors remembers its ranges, and only real ones
+    if half:
+        qparams = [part for part in prepare(rows, shrinks)[2:] if part is not None]
+        compute = _compile(errors, rows.float(), *qparams, *weights)
+        return search
+    return _compile(search, rows, shrinks, *weights)
+
+
+def _compile(function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
+    """Compile for tensors of every shape. What is returned gives None if compilation is off.
+
+    compressed-tensors is traced before Dynamo sees it, which would stumble over it. The traced
+    module has code of its own: Dynamo counts recompilations by code, and gives up on a function
+    that all formats share.
+    """
+    traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    with traced.graph.inserting_before(next(iter(traced.graph.nodes))):
+        traced.graph.call_function(_require_compilation)
+    traced.recompile()
+    compiled = torch.compile(traced, dynamic=True)
+
+    def run(*tensors: torch.Tensor) -> Any:
+        try:
+            return compiled(*tensors)
+        except _NotCompiledError:
+            return None
+
+    return run
+
+
+class _NotCompiledError(RuntimeError):
+    pass
+
+
+def _require_compilation() -> None:
+    """Keep an expression from running as it is: it would hold every candidate of every element."""
+    if not torch.compiler.is_compiling():
+        raise _NotCompiledError
+
+
+def key_of(args: QuantizationArgs) -> str:
+    """The arguments as far as they matter here, in a form that can be looked up."""
+    return str(args.model_copy(update={"observer": None, "observer_kwargs": {}}).model_dump_json())
