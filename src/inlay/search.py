@@ -35,10 +35,9 @@ from inlay.qparams import qparams_of_range
 
 __all__ = ["COMPILE_FROM", "RangeSearch"]
 
-# Elements from which an eager search is compiled. The kernel takes some 6 s to compile and then
-# about 10 ns per element, against 100 ns for the eager search: on 2**20 elements it saves 0.1 s a
-# tensor, so a model of some sixty weights of that size repays it. Smaller models would wait longer
-# for the compiler than for the search.
+# Elements from which an eager search is compiled. A kernel takes several seconds to compile, once
+# per format, and saves time on every tensor after that; a model whose weights are smaller than
+# this would wait longer for the compiler than for the search.
 COMPILE_FROM = 2**20
 
 
