@@ -11,6 +11,8 @@ from torch import nn
 
 import inlay
 
+pytestmark = pytest.mark.slow
+
 RECIPE = "preset: FP8\nignore: [lm_head]\n"
 
 

@@ -24,6 +24,7 @@ def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("observer", ["static_minmax", "minmax", "mse"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,6 +51,7 @@ def test_observe_gives_the_same_statistics() -> None:
         calibration.observe(**batches[0])
 
 
+@pytest.mark.slow
 def test_changing_lengths_feed_the_same_statistics() -> None:
     model = llama()
     batches = [
@@ -64,6 +66,7 @@ def test_changing_lengths_feed_the_same_statistics() -> None:
     assert_same_qparams(calibration.finalize(), expected_qparams(model, STATIC, batches))
 
 
+@pytest.mark.slow
 def test_at_most_two_compilations_for_changing_lengths() -> None:
     model = llama(num_hidden_layers=4)
     calibration = Calibration(model, STATIC, compiler="aot_eager")
@@ -100,6 +103,7 @@ def test_graph_breaks_feed_the_same_statistics() -> None:
             assert not torch.equal(compiled(**one), model(**one))
 
 
+@pytest.mark.slow
 def test_blocks_compiled_one_by_one_are_told_apart_by_their_weights() -> None:
     model = llama(num_hidden_layers=3)
     ignore = ["lm_head", "re:.*layers.1.*"]
@@ -122,6 +126,7 @@ def test_blocks_compiled_one_by_one_are_told_apart_by_their_weights() -> None:
     assert not torch.equal(quantized, plain(**batches[0]).logits)
 
 
+@pytest.mark.slow
 def test_train_and_eval_and_gradients() -> None:
     model = llama(attention_dropout=0.0)
     calibration = Calibration(model, STATIC, compiler="aot_eager")
@@ -187,6 +192,7 @@ def test_nothing_matches() -> None:
         assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.slow
 def test_attention_and_the_cache() -> None:
     model = llama()
     recipe = Recipe.from_preset(
@@ -215,6 +221,7 @@ def test_attention_and_the_cache() -> None:
         assert not torch.equal(compiled(**one).logits, model(**one).logits)
 
 
+@pytest.mark.slow
 def test_importance_is_gathered_in_the_graph() -> None:
     model = llama()
     recipe = Recipe.from_preset(
@@ -300,6 +307,7 @@ def test_mixed_fused_layers_are_named() -> None:
     assert calibration.finalize(accept={"unfused"})
 
 
+@pytest.mark.slow
 def test_two_calibrations_do_not_meet() -> None:
     model = llama()
     other = llama(num_hidden_layers=1)
@@ -332,6 +340,11 @@ def test_a_dropped_calibration_frees_its_memory() -> None:
         weakref.ref(calibration),
         weakref.ref(calibration.statistics),
         *map(weakref.ref, calibration.statistics._states.values()),
+        *(
+            weakref.ref(tensor)
+            for state in calibration.statistics._states.values()
+            for tensor in state.inputs().values()
+        ),
     ]
     assert len(kept) > 4
     del calibration
@@ -341,6 +354,7 @@ def test_a_dropped_calibration_frees_its_memory() -> None:
         compiled(**batch(model))
 
 
+@pytest.mark.slow
 def test_two_threads_with_two_calibrations() -> None:
     results = {}
 

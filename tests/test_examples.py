@@ -30,7 +30,7 @@ PERCENTILE = runpy.run_path(str(EXAMPLES / "custom_percentile.py"))
         ("custom_normal.py", "range -4."),
         ("custom_percentile.py", "percentile: scale 0.0"),
         ("observe_a_weight.py", "memoryless_mse: error 0.1"),
-        ("calibrate_in_the_graph.py", "56 slots, finalized"),
+        pytest.param("calibrate_in_the_graph.py", "56 slots, finalized", marks=pytest.mark.slow),
     ],
 )
 def test_example_runs(name: str, line: str) -> None:

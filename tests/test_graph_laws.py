@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from graphs import STATIC, observed, ops, trace
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from torch import nn
 from inlay import Calibration
 from inlay.passes import PREPARE, InsertObservers, Pipeline, RemoveObservers, ShareObservers
 from inlay.slots import Plan
+
+pytestmark = pytest.mark.slow
 
 WIDTH = 4
 STEPS = ["linear", "relu", "residual", "view", "add_input", "scale", "concat", "in_place"]

@@ -10,6 +10,8 @@ from inlay import Calibration, Recipe
 from inlay.observers import Observer
 from inlay.recipe import make_observer
 
+pytestmark = pytest.mark.slow
+
 STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
 
 
@@ -77,7 +79,6 @@ def test_outputs_are_those_of_the_plain_compiled_model() -> None:
     assert float((quantized - expected).abs().max()) < 0.3 * float((expected - plain).abs().max())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 12])
 def test_compilations_do_not_grow_with_depth(depth: int) -> None:
     model = llama(num_hidden_layers=depth)

@@ -21,6 +21,8 @@ from inlay.qparams import qparams_of_range
 from inlay.rounding import as_rounded, quantize_dequantize
 from inlay.search import RangeSearch
 
+pytestmark = pytest.mark.slow
+
 GROUP = {**INT4, "strategy": "group", "group_size": 32}
 
 

@@ -47,13 +47,18 @@ class Backend:
         passes: Sequence[type[Pass]] = PREPARE,
         outputs: bool = True,
     ) -> None:
-        self._statistics = weakref.ref(statistics)
+        self._statistics = weakref.ref(statistics, self._forget)
         self.compiler = compiler
         self.outputs = outputs
         self.passes = tuple(p for p in passes if p is not PruneUnobserved or not outputs)
         self.graphs: list[CompiledGraph] = []
         self.compilations = 0
         self.__name__ = "inlay"
+
+    def _forget(self, _: object) -> None:
+        """Let go of states and folded weights when their calibration is gone."""
+        for graph in self.graphs:
+            graph.unbind()
 
     @property
     def statistics(self) -> Statistics:
@@ -129,6 +134,9 @@ class CompiledGraph:
         run, tensors = self.bind(args)
         results = run(*args, *tensors)
         return results if self.backend.outputs else (None,) * self.num_outputs
+
+    def unbind(self) -> None:
+        self._bound.clear()
 
     def bind(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
         """The compiled graph for these weights, and the states or qparams of their slots."""

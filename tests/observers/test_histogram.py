@@ -22,6 +22,8 @@ from inlay.recipe import Recipe
 from inlay.slots import Slot
 from inlay.state import Rule
 
+pytestmark = pytest.mark.slow
+
 PER_TENSOR = QuantizationArgs(num_bits=8, strategy="tensor")
 PER_HEAD = QuantizationArgs(num_bits=8, strategy="attn_head")
 METHODS = ["mse", "percentile", "entropy", "minmax"]

@@ -14,6 +14,8 @@ from strategies import activations
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import sync_observers
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
