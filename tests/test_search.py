@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import observables
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inlay import kernels
+from inlay import candidates, kernels
 from inlay import search as search_module
 from inlay.observers import flatten_for_calibration
 from inlay.observers.mse import shrink_factors
@@ -37,7 +37,7 @@ def searching(fields: dict, **changes: object) -> RangeSearch:
 
 def precise_error(search: RangeSearch, observed: torch.Tensor, found, importance=None):
     """The error in float64 of values quantized in the dtype they have."""
-    args = search_module._args_of_search(search.args)
+    args = candidates.args_of_search(search.args)
     scale, zero_point = (part.unsqueeze(-1) for part in qparams_of_range(*found, args))
     per_row = args.model_copy(update={"strategy": "token"})
     quantized = fake_quantize(observed, scale, zero_point, per_row).to(observed.dtype)
@@ -89,7 +89,7 @@ def test_rounding_is_that_of_the_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("weight")])
 def test_quantized_values_are_those_of_compressed_tensors(case: str, dtype: torch.dtype) -> None:
-    args = search_module._args_of_search(
+    args = candidates.args_of_search(
         make_args(
             CASES[case][1],
         )
@@ -131,9 +131,9 @@ def test_patience_is_replayed(groups: list[list[int]], patience: int | None) -> 
         without_gain = 0 if any(better) else without_gain + 1
         if patience is not None and without_gain >= patience:
             break
-    improving = search_module._improving(errors)
-    assert int(search_module._tried(improving, patience).sum()) == tried
-    index, gains = search_module._replay(errors)
+    improving = candidates.improving(errors)
+    assert int(candidates.tried_of(improving, patience).sum()) == tried
+    index, gains = candidates.replay(errors)
     assert torch.equal(index.long(), errors.argmin(-1))
     assert torch.equal(gains, improving)
 
@@ -202,7 +202,7 @@ def test_the_kernel_finds_what_the_specification_finds(
     assert float(same.float().mean()) >= 0.999
     assert_as_good(search, observed, found, wanted, importance)
 
-    monkeypatch.setattr(search_module, "_CHUNK", 20_000)  # several chunks decide together
+    monkeypatch.setattr(kernels, "_CHUNK", 20_000)  # several chunks decide together
     for whole, chunked in zip(found, search(observed, importance), strict=True):
         assert torch.equal(whole, chunked)
 
