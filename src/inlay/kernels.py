@@ -9,9 +9,20 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inlay.candidates import args_of_search, as_factors, candidates, errors_of, full_range
+from inlay.candidates import (
+    Candidates,
+    args_of_search,
+    as_factors,
+    candidates,
+    errors_of,
+    full_range,
+)
 
-__all__ = ["as_rows", "chunks_of", "kernel_of", "key_of"]
+__all__ = ["Chunk", "Kernel", "as_rows", "chunks_of", "kernel_of", "key_of"]
+
+Kernel = Callable[..., Any]
+# Rows, and their importance if they have any.
+Chunk = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 
 # Numbers per candidate and group that a kernel may hold at a time, and an eighth of the elements
 # that may be held once more in float32: rows come in chunks that stay below.
@@ -34,9 +45,7 @@ def as_rows(observed: torch.Tensor) -> torch.Tensor:
     return observed.reshape(observed.shape[0], 1, 1, -1)
 
 
-def chunks_of(
-    rows: torch.Tensor, weights: torch.Tensor | None, candidates: int
-) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+def chunks_of(rows: torch.Tensor, weights: torch.Tensor | None, candidates: int) -> list[Chunk]:
     """Cut into chunks of rows of nearly equal size, each with its importance if there is any."""
     numbers = rows.numel() // rows.shape[-1] * candidates
     count = min(rows.shape[1], -(-max(numbers, rows.numel() // 8) // _CHUNK))
@@ -56,41 +65,56 @@ def kernel_of(
     *,
     weighted: bool,
     single: bool,
-) -> Callable[..., tuple[torch.Tensor, ...] | None]:
+) -> Kernel:
     """A compiled kernel for rows of every shape: the full ranges and the errors of candidates.
 
-    It takes rows, factors, and importance if it is `weighted`. Candidates of half-precision values
-    are computed outside, where every step is rounded by itself.
+    It takes rows, factors, and importance if it is `weighted`; it gives None if compilation is
+    switched off.
     """
     args = QuantizationArgs.model_validate_json(key)
     half = dtype in (torch.bfloat16, torch.float16)
 
-    def prepare(rows: torch.Tensor, shrinks: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def prepare(rows: torch.Tensor, shrinks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         low, high = full_range(rows, expand)
-        return low, high, *candidates(low, high, shrinks, args_of_search(args))
-
-    def errors(rows: torch.Tensor, scale: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        importance = rest[-1] if weighted else None
-        zero_point = None if args.symmetric else rest[0]
-        return errors_of(rows, scale, zero_point, importance, args=args, norm=norm, dtype=dtype)
-
-    def search(rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor) -> Any:
-        low, high, *qparams = prepare(rows, shrinks)
+        found = candidates(low, high, shrinks, args_of_search(args))
         # Loops over halves take vectors of two registers, which the compiler does not keep there.
         wide = rows.float() if half else rows
-        found = compute(wide, *(part for part in qparams if part is not None), *weights)
-        return None if found is None else (low, high, found)
+        return low, high, wide, *(part for part in found if part is not None)
+
+    def errors(rows: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        parts = iter(rest)
+        found = Candidates(
+            scale=next(parts),
+            inverse=None if half else next(parts),
+            zero_point=None if args.symmetric else next(parts),
+        )
+        importance = next(parts, None)
+        return errors_of(rows, found, importance, args=args, norm=norm, dtype=dtype)
+
+    def search(rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor) -> Any:
+        low, high, *prepared = prepare(rows, shrinks)
+        return low, high, errors(*prepared, *weights)
 
     rows = torch.ones(1 if single else 2, 3, 5, 8, dtype=dtype, device=device)
     shrinks = as_factors((1.0,) * 7, rows)
     weights = (torch.ones(rows.shape, device=device),) if weighted else ()
-    compute: Callable[..., Any] = errors
     search(rows, shrinks, *weights)  # compressed-tensors remembers its ranges, and only real ones
-    if half:
-        qparams = [part for part in prepare(rows, shrinks)[2:] if part is not None]
-        compute = _compile(errors, rows.float(), *qparams, *weights)
-        return search
-    return _compile(search, rows, shrinks, *weights)
+    if not half:
+        return _compile(search, rows, shrinks, *weights)
+    # What halves are widened to must be in memory before the kernel starts, so these are two.
+    prepared = prepare(rows, shrinks)[2:]
+    return _in_turn(_compile(prepare, rows, shrinks), _compile(errors, *prepared, *weights))
+
+
+def _in_turn(prepare: Kernel, errors: Kernel) -> Kernel:
+    def run(rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor) -> Any:
+        found = prepare(rows, shrinks)
+        if found is None:
+            return None
+        low, high, *prepared = found
+        return low, high, errors(*prepared, *weights)
+
+    return run
 
 
 def _compile(function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:

@@ -12,8 +12,10 @@ import torch
 __all__ = ["absolute_power", "power_six_fifths"]
 
 # Bits of a float32 read as a number are nearly its logarithm, so a multiple of them is nearly the
-# bits of a power. With this offset the guess of a ** (-1/5) is within 3.2% either way.
-_GUESS = 1277931264.0
+# bits of a power. With this offset the guess of a ** (-1/5) leaves h of -0.152 to 0.157 below.
+_GUESS = 1277900000.0
+# The polynomial of h with the smallest largest relative error to (1 - h) ** (-4/5) there, 2e-8.
+_POWER = (1.0, 0.8000009, 0.7200031, 0.6717041, 0.637808, 0.6375118, 0.6264505)
 
 
 def absolute_power(value: torch.Tensor, exponent: float) -> torch.Tensor:
@@ -43,13 +45,16 @@ def absolute_power(value: torch.Tensor, exponent: float) -> torch.Tensor:
 def power_six_fifths(a: torch.Tensor) -> torch.Tensor:
     """The power 1.2 of float32 numbers that are not negative, with a relative error below 3e-7.
 
-    y approximates a ** (-1/5): a guess, then a Newton step, which leaves 0.3%. With r = a y⁴ and
-    h = 1 - r y, the fifth root of a is r (1 - h) ** (-4/5) exactly, and four terms of that series
-    reach float32 round-off.
+    y guesses a ** (-1/5). With r = a y⁴ and h = 1 - r y, the fifth root of a is r (1 - h) ** (-4/5)
+    exactly, and over the h that the guess leaves, a polynomial stands for that power. It is
+    written as a tree, since the processor waits for the longest chain of operations rather than
+    for their number. Infinity gives NaN.
     """
     bits = a.view(torch.int32).to(torch.float32)
     y = (_GUESS - 0.2 * bits).to(torch.int32).view(torch.float32)
-    y = y * (1.2 - (0.2 * a) * y.pow(5))
     r = a * y.pow(4)
     h = 1 - r * y
-    return a * (r * (1 + h * (0.8 + h * (0.72 + h * 0.672))))
+    h2 = h.pow(2)
+    c0, c1, c2, c3, c4, c5, c6 = _POWER
+    tail = (c4 + c5 * h) + c6 * h2
+    return (a * r) * ((c0 + c1 * h) + h2 * ((c2 + c3 * h) + h2 * tail))

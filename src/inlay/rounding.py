@@ -46,13 +46,16 @@ def quantize_dequantize(
     zero_point: torch.Tensor | None,
     args: QuantizationArgs,
     dtype: torch.dtype,
+    *,
+    inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fake_quantize` of compressed-tensors for values that came in `dtype`.
 
     Halves are given as float32 and rounded wherever `fake_quantize` would. Without zero point, as
     symmetric formats are, two operations are saved. The tests hold it to theirs, bit for bit.
+    With the inverse of the scale it is a little less exact and faster.
     """
-    scaled = as_rounded(value / scale, dtype)
+    scaled = as_rounded(value / scale if inverse is None else value * inverse, dtype)
     if zero_point is not None:
         scaled = as_rounded(scaled + zero_point, dtype)
     low, high = (float(bound) for bound in _range(args))

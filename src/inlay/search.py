@@ -23,14 +23,15 @@ from inlay.candidates import (
     candidates,
     error_dtype,
     errors_of,
+    first_best,
     full_range,
     improving,
     is_traced,
-    replay,
     select,
+    stored,
     tried_of,
 )
-from inlay.kernels import as_rows, chunks_of, kernel_of, key_of
+from inlay.kernels import Chunk, Kernel, as_rows, chunks_of, kernel_of, key_of
 from inlay.qparams import qparams_of_range
 
 __all__ = ["COMPILE_FROM", "RangeSearch"]
@@ -134,21 +135,20 @@ class RangeSearch:
 
         Patience is replayed from the errors of all candidates.
         """
+        # What the value is computed from must not be computed again for every candidate.
+        observed = stored(observed)
         shrinks = as_factors(self.shrinks, observed)
         low, high = full_range(observed, self.expand)
-        scale, zero_point = candidates(low, high, shrinks, args_of_search(self.args))
         errors = errors_of(
             observed,
-            scale,
-            zero_point,
+            candidates(low, high, shrinks, args_of_search(self.args)),
             importance,
             args=self.args,
             norm=self.norm,
             dtype=observed.dtype,
         )
         tried = tried_of(improving(errors), self.patience)
-        tried_errors = torch.where(tried, errors, torch.inf)
-        best = torch.where(tried_errors.amin(-1) < torch.inf, tried_errors.argmin(-1), -1)
+        best = first_best(torch.where(tried, errors, torch.inf))
         return select(low, high, shrinks, best)
 
     def _traced(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
@@ -182,24 +182,42 @@ class RangeSearch:
         )
         shrinks = as_factors(self.shrinks, observed)
 
-        found = []
-        gained = torch.zeros(len(shrinks), dtype=torch.bool)
+        lows, highs, bests = [], [], []
         for chunk, weight in chunks:
             result = kernel(chunk, shrinks, *weight)
             if result is None:  # compilation is switched off
                 return self.specification(observed, importance)
             low, high, errors = result
-            best, gains = replay(errors)
-            found.append((low, high, best))
-            gained |= gains
-        tried = int(tried_of(gained, self.patience).sum())
-        for place, (chunk, weight) in enumerate(chunks):
-            low, high, best = found[place]
-            # Rarely a group is best off with a candidate that was not tried any more.
-            if bool((best >= tried).any()):
-                again = kernel(chunk, shrinks, *weight)
-                assert again is not None, "it was compiled a moment ago"
-                best = replay(again[2][..., :tried])[0]
-            found[place] = (*select(low, high, shrinks, best.reshape(low.shape).long()), best)
-        low, high = (torch.cat([result[side] for result in found]) for side in (0, 1))
+            lows.append(low)
+            highs.append(high)
+            bests.append(first_best(errors).to(torch.int16))  # kept for every group
+        best = torch.cat(bests).long()
+        if self.patience is not None and _stopped_early(best, len(shrinks), self.patience):
+            best = self._within_patience(kernel, chunks, shrinks)
+        low, high = select(torch.cat(lows), torch.cat(highs), shrinks, best)
         return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
+
+    def _within_patience(
+        self, kernel: Kernel, chunks: list[Chunk], shrinks: torch.Tensor
+    ) -> torch.Tensor:
+        """The best candidates among those that are tried, which needs the errors twice more."""
+        gained = torch.zeros(len(shrinks), dtype=torch.bool, device=shrinks.device)
+        for chunk, weight in chunks:
+            gained |= improving(kernel(chunk, shrinks, *weight)[2])
+        tried = tried_of(gained, self.patience)
+        return torch.cat(
+            [
+                first_best(torch.where(tried, kernel(chunk, shrinks, *weight)[2], torch.inf))
+                for chunk, weight in chunks
+            ]
+        )
+
+
+def _stopped_early(best: torch.Tensor, candidates: int, patience: int) -> bool:
+    """Whether patience may have run out before the last candidate that is best for some group.
+
+    What is best for a group improved it. So patience held out if there are no long gaps between
+    candidates that are best for some group; mostly that is all that needs to be known.
+    """
+    bests = torch.bincount(best.flatten() + 1, minlength=candidates + 1)[1:] > 0
+    return bool((bests & ~tried_of(bests, patience)).any())
