@@ -1,6 +1,8 @@
 """The range search in its three forms, held to its specification and to compressed-tensors."""
 
 import itertools
+import math
+import re
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from formats import CASES, FP8, INT4, INT8, NVFP4, make_args
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import observables
+from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inlay import candidates, kernels
@@ -23,7 +26,8 @@ from inlay.search import RangeSearch
 
 pytestmark = pytest.mark.slow
 
-GROUP = {**INT4, "strategy": "group", "group_size": 32}
+GROUP_SIZE = {"group": {"group_size": 32}, "tensor": {}}
+GROUP = {**INT4, "strategy": "group", **GROUP_SIZE["group"]}
 
 
 def weight_of(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -241,14 +245,46 @@ def test_without_compilation_the_specification_runs(monkeypatch) -> None:
         assert torch.equal(ours, wanted)
 
 
+@pytest.mark.parametrize("strategy", ["group", "tensor"])
+def test_the_number_of_threads_does_not_matter(strategy: str, monkeypatch) -> None:
+    monkeypatch.setattr(search_module, "COMPILE_FROM", 0)
+    search = searching({**INT4, "strategy": strategy, **GROUP_SIZE[strategy]}, norm=2.0)
+    observed = flatten_for_calibration(weight_of(1024, 512), "weight", search.args)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(search(observed))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for ours, wanted in zip(found[0], other, strict=True):
+            assert torch.equal(ours, wanted)
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    """What a model computes before a linear layer, and might compute again for every candidate."""
+    return torch.nn.functional.rms_norm(x + 1, x.shape[-1:]) * 2
+
+
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inline_it_finds_what_the_specification_finds(compiler: str, dtype: torch.dtype) -> None:
     args = QuantizationArgs(num_bits=8, strategy="tensor", symmetric=False)
     search = RangeSearch(args=args, shrinks=shrink_factors(20, 40), norm=2.4, patience=5)
-    observed = weight_of(48, 96, dtype).unsqueeze(1)
-    search.specification(observed)  # compressed-tensors caches its ranges
+    x = weight_of(48, 96, dtype).unsqueeze(1)
+    search.specification(x)  # compressed-tensors caches its ranges
 
-    graph = make_fx(lambda x: search(x * 2), _allow_non_fake_inputs=True)(observed)
-    found = torch.compile(graph, backend=compiler)(observed)
-    assert_as_good(search, observed * 2, found, search.specification(observed * 2))
+    def observed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = normalized(x)
+        return value, *search(value)
+
+    graph = make_fx(observed, _allow_non_fake_inputs=True)(x)
+    with kernels.keep_whole():
+        (value, *found), code = run_and_get_code(torch.compile(graph, backend=compiler), x)
+    assert_as_good(search, value, found, search.specification(value))
+    # Nothing larger than the value is held: not what it is computed from, not its candidates.
+    shapes = re.findall(r"empty_strided_cpu\(\((.*?)\)", "".join(code))
+    assert bool(shapes) == (compiler == "inductor")
+    assert all(math.prod(int(n) for n in re.findall(r"\d+", s)) <= x.numel() for s in shapes)

@@ -21,6 +21,7 @@ from inlay.graph import (
     slot_inputs,
     weight_use,
 )
+from inlay.kernels import keep_whole
 from inlay.pass_base import Pass, Pipeline
 from inlay.passes import FINALIZE, PREPARE, OutlineRepeats, PruneUnobserved
 from inlay.slots import Slot
@@ -81,7 +82,7 @@ class Backend:
         compiler = lookup_backend(self.compiler)
         # A context of the inputs' own: Dynamo's has a newer fake mode, which refuses them.
         mode = fake_mode(*inputs)
-        with tracing(TracingContext(mode)), constants_allowed(mode):
+        with tracing(TracingContext(mode)), constants_allowed(mode), keep_whole():
             compiled: Callable[..., Any] = compiler(gm, list(inputs))
         return compiled
 

@@ -3,9 +3,11 @@
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch._inductor.config
 from compressed_tensors.quantization import QuantizationArgs
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,7 +20,7 @@ from inlay.candidates import (
     full_range,
 )
 
-__all__ = ["Chunk", "Kernel", "as_rows", "chunks_of", "kernel_of", "key_of"]
+__all__ = ["Chunk", "Kernel", "as_rows", "chunks_of", "keep_whole", "kernel_of", "key_of"]
 
 Kernel = Callable[..., Any]
 # Rows, and their importance if they have any.
@@ -30,6 +32,18 @@ _CHUNK = 2**21
 # A range over the whole tensor is searched in pieces of about this size, one after another, for
 # the same reason that groups are: a piece stays in the cache while the candidates are tried.
 _PIECE = 4096
+
+
+def keep_whole() -> AbstractContextManager[None]:
+    """While this is on, Inductor does not store what is halfway through a search.
+
+    By default it stores the result of 50 operations, and of 30 on a GPU. A search of half-precision
+    values has about 80, and what it would store is every candidate of every element.
+    """
+    patch: AbstractContextManager[None] = torch._inductor.config.patch(
+        realize_opcount_threshold=128
+    )
+    return patch
 
 
 def as_rows(observed: torch.Tensor) -> torch.Tensor:
@@ -132,7 +146,8 @@ def _compile(function: Callable[..., Any], *example: torch.Tensor) -> Callable[.
 
     def run(*tensors: torch.Tensor) -> Any:
         try:
-            return compiled(*tensors)
+            with keep_whole():
+                return compiled(*tensors)
         except _NotCompiledError:
             return None
 
