@@ -8,7 +8,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from formats import CASES, FP8, INT4, INT8, NVFP4, make_args
+from formats import CASES, FP8, INT4, INT8, MXFP4, NVFP4, make_args
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import observables
@@ -190,8 +190,18 @@ def test_values_without_a_finite_error(value: float) -> None:
         ({**GROUP, "symmetric": False}, torch.bfloat16, {}),
         (NVFP4, torch.bfloat16, {}),
         ({**FP8, "strategy": "tensor"}, torch.float32, {}),
+        (MXFP4, torch.float32, {"norm": 2.0}),
+        ({**INT8, "strategy": "channel"}, torch.float16, {"norm": 2.0}),
     ],
-    ids=["int4", "imatrix", "int4-asymmetric-bfloat16", "nvfp4-bfloat16", "fp8-tensor"],
+    ids=[
+        "int4",
+        "imatrix",
+        "int4-asymmetric-bfloat16",
+        "nvfp4-bfloat16",
+        "fp8-tensor",
+        "mxfp4",
+        "int8-float16",
+    ],
 )
 def test_the_kernel_finds_what_the_specification_finds(
     fields: dict, dtype: torch.dtype, changes: dict, monkeypatch, request

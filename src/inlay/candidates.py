@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from inlay.powers import absolute_power
 from inlay.qparams import qparams_of_range
-from inlay.rounding import EagerRounding, as_rounded, quantize_dequantize
+from inlay.rounding import EagerRounding, as_rounded, quantize_dequantize, stored
 
 __all__ = [
     "Candidates",
@@ -24,7 +24,6 @@ __all__ = [
     "improving",
     "is_traced",
     "select",
-    "stored",
     "times",
     "tried_of",
 ]
@@ -88,14 +87,6 @@ def candidates(
         inverse=stored(1 / scale).unsqueeze(-1) if low.dtype == dtype else None,
         zero_point=None if args.symmetric else stored(zero_point.to(dtype)).unsqueeze(-1),
     )
-
-
-def stored(value: torch.Tensor) -> torch.Tensor:
-    """The same, stored in memory: else Inductor computes it again wherever it is used.
-
-    It does not look behind a tensor that is viewed with explicit strides.
-    """
-    return value.contiguous().as_strided(value.shape, value.contiguous().stride())
 
 
 def times(value: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:

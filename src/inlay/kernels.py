@@ -115,20 +115,15 @@ def kernel_of(
     search(rows, shrinks, *weights)  # compressed-tensors remembers its ranges, and only real ones
     if not half:
         return _compile(search, rows, shrinks, *weights)
-    # What halves are widened to must be in memory before the kernel starts, so these are two.
-    prepared = prepare(rows, shrinks)[2:]
-    return _in_turn(_compile(prepare, rows, shrinks), _compile(errors, *prepared, *weights))
+    # Compiled, what rounds every step by itself is no faster and takes half a minute to compile.
+    compiled = _compile(errors, *prepare(rows, shrinks)[2:], *weights)
 
+    def prepare_and_search(rows: torch.Tensor, shrinks: torch.Tensor, *weights: Any) -> Any:
+        low, high, *prepared = prepare(rows, shrinks)
+        found = compiled(*prepared, *weights)
+        return None if found is None else (low, high, found)
 
-def _in_turn(prepare: Kernel, errors: Kernel) -> Kernel:
-    def run(rows: torch.Tensor, shrinks: torch.Tensor, *weights: torch.Tensor) -> Any:
-        found = prepare(rows, shrinks)
-        if found is None:
-            return None
-        low, high, *prepared = found
-        return low, high, errors(*prepared, *weights)
-
-    return run
+    return prepare_and_search
 
 
 def _compile(function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:

@@ -11,21 +11,35 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from compressed_tensors.quantization.utils import calculate_range
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["EagerRounding", "as_rounded", "quantize_dequantize"]
+__all__ = ["EagerRounding", "as_rounded", "quantize_dequantize", "stored"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 class EagerRounding(TorchFunctionMode):
-    """While it is on, every half-precision result is rounded, whoever compiles it later."""
+    """While it is on, every half-precision result is rounded, whoever compiles it later.
+
+    And stored: the bits are read more than once, and what a chain of roundings is computed from
+    would be written out twice as often for each link of it.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype in _HALVES:
-            return as_rounded(result.float(), result.dtype).to(result.dtype)
+            return stored(as_rounded(result.float(), result.dtype).to(result.dtype))
         return result
+
+
+def stored(value: torch.Tensor) -> torch.Tensor:
+    """The same, stored in memory: else Inductor computes it again wherever it is used.
+
+    It does not look behind a tensor that is viewed with explicit strides.
+    """
+    with torch._C.DisableTorchFunction():
+        value = value.contiguous()
+        return value.as_strided(value.shape, value.stride())
 
 
 def as_rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -35,8 +49,8 @@ def as_rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # Half a unit, less the smallest bit if the last kept one is zero: ties go to even.
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
     if dtype == torch.float16:
-        finite = _to_grid(value, mantissa=10, smallest_exponent=-14)
-        return torch.where(finite.abs() > 65504, value * torch.inf, finite)
+        rounded = _to_grid(value, mantissa=10, smallest_exponent=-14)
+        return (rounded * 2.0**112) * 2.0**-112  # 2 ** 16, the first too large, becomes infinite
     return value
 
 

@@ -28,11 +28,11 @@ from inlay.candidates import (
     improving,
     is_traced,
     select,
-    stored,
     tried_of,
 )
 from inlay.kernels import Chunk, Kernel, as_rows, chunks_of, kernel_of, key_of
 from inlay.qparams import qparams_of_range
+from inlay.rounding import stored
 
 __all__ = ["COMPILE_FROM", "RangeSearch"]
 

@@ -1,13 +1,17 @@
 """Searching weights: the peer's eager observer over Inlay's, in one run."""
 
+import time
 from collections.abc import Iterator
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
-from harness import Row, interleave, ratio
+from harness import Row, interleave, ratio, single
 from llmcompressor.observers import Observer as PeerObserver
+from torch._inductor.utils import fresh_cache
 
-from inlay.observers import Observer
+from inlay.kernels import kernel_of
+from inlay.observers import Observer, flatten_for_calibration
+from inlay.search import COMPILE_FROM
 
 SHAPE = (4096, 1024)
 FORMATS = {"int4 in groups of 128": "W4A16", "int8 channel": "W8A8", "fp8 channel": "FP8_DYNAMIC"}
@@ -21,6 +25,30 @@ def rows(rounds: int = 5) -> Iterator[Row]:
             shape = (SHAPE[0] // 4, SHAPE[1]) if slow else SHAPE
             args = preset_name_to_scheme(preset, ["Linear"]).weights
             yield _row(name, label, args, torch.randn(shape), 2 if slow else rounds)
+            if label in FORMATS:
+                yield _repaid(name, label, args)
+
+
+def _repaid(name: str, label: str, args: QuantizationArgs) -> Row:
+    """How many of the smallest weights that are compiled it takes to repay the compiler."""
+    observer = Observer.load_from_registry(name, base_name="weight", args=args.model_copy())
+    if name == "imatrix_mse":
+        observer._imatrix_sum, observer._imatrix_count = torch.ones(1024), torch.tensor(1)
+    search, weight = observer.search, torch.randn(COMPILE_FROM // 1024, 1024)
+    observed = flatten_for_calibration(weight, "weight", observer.args)
+    torch._dynamo.reset()
+    kernel_of.cache_clear()
+    with fresh_cache():
+        start = time.perf_counter()
+        search(observed)
+        compiling = time.perf_counter() - start
+        taken = interleave(
+            {"kernel": lambda: search(observed), "plain": lambda: search.specification(observed)},
+            5,
+        )
+    saved = taken["plain"].median - taken["kernel"].median
+    group = "compiling a search / saved per weight of 1024x1024"
+    return Row(group, f"{name}, {label}", single(compiling / saved))
 
 
 def _row(name: str, label: str, args: QuantizationArgs, weight: torch.Tensor, rounds: int) -> Row:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from inlay.bins import FloatBins, Histogram
 from inlay.calibration import Calibration
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.observers import HistogramObserver, Observer
+from inlay.observers import HistogramObserver, Observer, flatten_for_calibration
 from inlay.qparams import qparams_of_range
 from inlay.recipe import Recipe
 from inlay.slots import Slot
@@ -382,6 +382,17 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = torch.nn.functional.silu(x * 1.7)
         return self.down(hidden), hidden
+
+
+def test_heads_are_counted_compiled_as_they_are_eagerly() -> None:
+    key = torch.randn(2, 4, 5, 8)
+    eager = make("k", PER_HEAD)(key * 2)
+
+    @torch.compile
+    def counted(key: torch.Tensor) -> torch.Tensor:
+        return eager.bins.count(flatten_for_calibration(key * 2, "k", PER_HEAD))
+
+    assert torch.equal(counted(key), eager.counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

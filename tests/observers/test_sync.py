@@ -57,7 +57,7 @@ def test_merged_shards_equal_one_process_that_saw_everything(ranks: Ranks, data)
             max_size=ranks.size,
         )
     )
-    names = ["static_minmax", "static_minmax@k", "counting"]
+    names = ["static_minmax", "static_minmax@k", "histogram", "histogram@k", "counting"]
     results = ranks.run(on_rank.observe_and_sync, [(names, shard) for shard in shards])
     everything = on_rank.feed(names, [b for shard in shards for b in shard])
     for result in results:
@@ -69,7 +69,7 @@ def test_merged_shards_equal_one_process_that_saw_everything(ranks: Ranks, data)
 @laws
 @given(data=st.data())
 def test_each_and_together_are_the_same(ranks: Ranks, data) -> None:
-    names = ["minmax", "static_minmax", "mse", "memoryless_minmax"]
+    names = ["minmax", "static_minmax", "mse", "memoryless_minmax", "histogram"]
     shards = [
         data.draw(st.lists(activations(4).map(torch.Tensor.numpy), max_size=2))
         for _ in range(ranks.size)
