@@ -1,0 +1,24 @@
+"""The report of a calibration: one HTML file that needs nothing else."""
+
+from inlay.report.data import (
+    Change,
+    Distribution,
+    LayerError,
+    Remark,
+    ReportData,
+    SlotRecord,
+    Stage,
+)
+from inlay.report.page import render, write
+
+__all__ = [
+    "Change",
+    "Distribution",
+    "LayerError",
+    "Remark",
+    "ReportData",
+    "SlotRecord",
+    "Stage",
+    "render",
+    "write",
+]

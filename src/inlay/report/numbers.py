@@ -1,0 +1,44 @@
+"""Numbers as the report writes them. `text.js` does the same in the browser."""
+
+import math
+
+__all__ = ["count", "duration", "number", "size"]
+
+_MISSING = "–"  # noqa: RUF001
+
+
+def number(value: float | None) -> str:
+    """Four digits, and the power of ten where zeros would hide them."""
+    if value is None or math.isnan(value):
+        return _MISSING
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:.0f}"
+
+
+def count(value: int) -> str:
+    return f"{value:,}"
+
+
+def size(value: float) -> str:
+    """Bytes in powers of a thousand, as disks and model hubs count them."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(value) < 999.5:  # what would be rounded up to 1000 as well
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return _MISSING
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

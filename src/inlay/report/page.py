@@ -1,0 +1,126 @@
+"""The report as one HTML page without a single request.
+
+Whatever comes from the model or the data is in the page twice: as JSON that the script reads and
+shows as text, and escaped in a summary for readers without scripts.
+"""
+
+import base64
+import hashlib
+import os
+from collections.abc import Iterable
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from inlay.report.data import Change, Remark, ReportData
+from inlay.report.numbers import count, duration, number, size
+
+__all__ = ["render", "write"]
+
+_SCRIPTS = ("text.js", "charts.js", "table.js", "page.js")
+# Inside a script element an HTML parser looks for a few sequences whatever the script's type.
+_ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in ("<", ">", "&", chr(0x2028), chr(0x2029))})
+
+
+def render(data: ReportData) -> str:
+    """The page."""
+    style = _asset("page.css")
+    library = _asset("chart.umd.min.js").partition("//# sourceMappingURL")[0]
+    # In a function of its own, so that no name meets one of the library's.
+    script = "(() => {\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
+    return Template(_asset("page.html")).substitute(
+        policy=_policy(scripts=[library, script], styles=[style]),
+        title=_escaped(data.title),
+        license=_asset("chart.LICENSE.md").strip(),
+        style=style,
+        library=library,
+        script=script,
+        data=data.to_json().translate(_ESCAPES),
+        summary=_summary(data),
+    )
+
+
+def write(data: ReportData, path: str | os.PathLike[str]) -> Path:
+    """Write the page. Whoever reads the file sees the old page or the new one, never a part."""
+    path = Path(path)
+    page = render(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(page, encoding="utf-8", newline="\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def _escaped(text: str) -> str:
+    # Half of a surrogate pair, as from a file name that is not UTF-8, cannot be written.
+    return escape(text.encode("utf-8", "replace").decode("utf-8"))
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("inlay.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(*, scripts: Iterable[str], styles: Iterable[str]) -> str:
+    """Nothing is loaded from anywhere, and nothing runs but what is written here."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {' '.join(map(_source_hash, scripts))}",
+            f"style-src {' '.join(map(_source_hash, styles))}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
+
+
+def _source_hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _summary(data: ReportData) -> str:
+    """The few lines that a reader without scripts gets."""
+    seconds = sum(stage.seconds for stage in data.stages)
+    facts = {
+        "Model": data.model,
+        "Scheme": data.scheme,
+        "Size": f"{size(data.size_before)} before, {size(data.size_after)} after",
+        "Calibrated on": f"{count(data.tokens)} tokens in {count(data.samples)} samples of "
+        f"{data.data}, and {count(data.padding_tokens)} tokens of padding",
+        "Time": duration(seconds),
+        "Created": data.created,
+    }
+    terms = "".join(f"<dt>{name}</dt><dd>{_escaped(text)}</dd>" for name, text in facts.items())
+    return "\n".join(
+        [
+            f"<h1>{_escaped(data.title)}</h1>",
+            f"<dl>{terms}</dl>",
+            "<h2>How the output changed</h2>",
+            _items(map(_change_line, data.changes), nothing="Not measured."),
+            "<h2>Warnings</h2>",
+            _items(map(_remark_line, data.warnings), nothing="None."),
+        ]
+    )
+
+
+def _items(lines: Iterable[str], *, nothing: str) -> str:
+    items = "".join(f"<li>{_escaped(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else f"<p>{nothing}</p>"
+
+
+def _change_line(change: Change) -> str:
+    parts = {"before": change.before, "after": change.after, "value": change.value}
+    given = [f"{name} {number(part)}" for name, part in parts.items() if part is not None]
+    return f"{change.name}: {', '.join(given) or number(None)}. {change.explanation}"
+
+
+def _remark_line(remark: Remark) -> str:
+    about = f" {remark.about}:" if remark.about is not None else ""
+    return f"{remark.severity.capitalize()}:{about} {remark.text}"
