@@ -4,6 +4,7 @@ from inlay.pass_base import Pass, PassResult, Pipeline
 from inlay.passes.annotate import Annotate
 from inlay.passes.fold_qparams import FoldQParams
 from inlay.passes.insert_observers import InsertObservers
+from inlay.passes.leave_out_padding import LeaveOutPadding
 from inlay.passes.outline_repeats import OutlineRepeats
 from inlay.passes.prune_unobserved import PruneUnobserved
 from inlay.passes.remove_observers import RemoveObservers
@@ -15,6 +16,7 @@ __all__ = [
     "Annotate",
     "FoldQParams",
     "InsertObservers",
+    "LeaveOutPadding",
     "OutlineRepeats",
     "Pass",
     "PassResult",
@@ -29,6 +31,7 @@ PREPARE: tuple[type[Pass], ...] = (
     Annotate,  # matches ops by their weights, which later passes move and replace
     InsertObservers,  # needs the annotations
     ShareObservers,  # before pruning: what is observed twice is needed twice
+    LeaveOutPadding,  # after sharing: there are fewer observers then; not if padding shall count
     PruneUnobserved,  # only where no outputs are wanted; leaves nothing dangling in the blocks
     OutlineRepeats,  # last: the others look at the whole graph
 )

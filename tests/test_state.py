@@ -135,7 +135,7 @@ def test_first_and_later_values_share_their_work() -> None:
 
 
 def _traced_update(target: Observe, state: SlotState) -> torch.fx.Graph:
-    def update(value, seen, *tensors):
+    def update(value, seen, tokens, *tensors):
         return target.update(value, seen, tensors)
 
     return make_fx(update)(torch.ones(2, 4), *state.inputs().values()).graph

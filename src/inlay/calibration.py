@@ -14,7 +14,7 @@ from inlay.explain import explain
 from inlay.graph import bind, slot_inputs
 from inlay.observers import QParamsDict
 from inlay.pass_base import Pass, Pipeline
-from inlay.passes import FINALIZE, PREPARE, OutlineRepeats
+from inlay.passes import FINALIZE, PREPARE, LeaveOutPadding, OutlineRepeats
 from inlay.recipe import Recipe
 from inlay.statistics import Statistics
 
@@ -28,6 +28,7 @@ class Calibration:
     :param recipe: what to quantize and how
     :param compiler: the Dynamo backend that compiles graphs with observers in them
     :param passes: passes that make a traced graph observe
+    :param count_padding: whether positions that the attention mask leaves out count all the same
     :param progress: whether to draw progress bars; by default where there is a terminal
     """
 
@@ -38,8 +39,10 @@ class Calibration:
         *,
         compiler: str = "inductor",
         passes: Sequence[type[Pass]] = PREPARE,
+        count_padding: bool = False,
         progress: bool | None = None,
     ) -> None:
+        passes = [p for p in passes if p is not LeaveOutPadding or not count_padding]
         self._model = weakref.ref(model)
         self.recipe = recipe
         self.statistics = Statistics(model, recipe)

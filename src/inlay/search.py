@@ -10,6 +10,7 @@ from memory once and stays in the cache while its candidates are tried. Traced i
 stands there as it is; an eager observer compiles it once per format for weights of every shape.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,7 @@ from inlay.candidates import (
 from inlay.kernels import Chunk, Kernel, as_rows, chunks_of, kernel_of, key_of
 from inlay.qparams import qparams_of_range
 from inlay.rounding import stored
+from inlay.validity import as_weights, fill_invalid
 
 __all__ = ["COMPILE_FROM", "RangeSearch"]
 
@@ -75,6 +77,18 @@ class RangeSearch:
         if observed.numel() < COMPILE_FROM:
             return self.specification(observed, importance)
         return self._compiled(observed, importance)
+
+    @torch.no_grad()
+    def among(self, observed: torch.Tensor, valid: torch.Tensor) -> Range:
+        """Find the range of each group with regard to valid observations only.
+
+        :param valid: of shape (num_observations,), at least one of them true
+        """
+
+        def search() -> Range:
+            return self(fill_invalid(observed, valid), as_weights(valid, observed))
+
+        return self._once(observed, search) if is_traced(observed.detach()) else search()
 
     @torch.no_grad()
     def specification(
@@ -152,18 +166,21 @@ class RangeSearch:
         return select(low, high, shrinks, best)
 
     def _traced(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
-        """The expression, once for a tensor that is searched in the same way again.
+        if importance is not None:
+            return self.expression(observed, importance)
+        return self._once(observed, lambda: self.expression(observed))
+
+    def _once(self, observed: torch.Tensor, search: Callable[[], Range]) -> Range:
+        """What was found before for a tensor that is searched in the same way again.
 
         An observer in a graph is traced for its first value and for later ones. Nothing after
         that would find out that both hold the same search. The tensor remembers it: while a graph
         is traced tensors do not change, and when it goes, so does what it remembers.
         """
-        if importance is not None:
-            return self.expression(observed, importance)
         known: dict[object, Range] = observed.__dict__.setdefault("_inlay_ranges", {})
         key = (key_of(self.args), self.shrinks, self.norm, self.patience, self.expand)
         if key not in known:
-            known[key] = self.expression(observed)
+            known[key] = search()
         return known[key]
 
     def _compiled(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:

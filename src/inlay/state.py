@@ -8,6 +8,7 @@ ways, on the first value and on later ones: both are traced, and a flag selects 
 
 import copy
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from inlay.graph import constants_allowed, fake_mode
 from inlay.observers import Observer, flatten_for_calibration
 from inlay.recipe import make_observer
 from inlay.slots import Slot
+from inlay.stored import SlotStatistics
 
 __all__ = [
     "OBSERVES",
@@ -80,9 +82,11 @@ class Rule:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def take_in(self, observer: Observer, value: torch.Tensor) -> None:
+    def take_in(
+        self, observer: Observer, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> None:
         """Let an observer with statistics of its own see a value."""
-        self._take_in(observer, self.flatten(value))
+        self._take_in(observer, self.flatten(value), self.valid(value, mask))
 
     def flatten(self, value: torch.Tensor) -> torch.Tensor:
         """The value in the shape that the observer takes in."""
@@ -90,24 +94,60 @@ class Rule:
             return value
         return flatten_for_calibration(value, self.observer.base_name, self.observer.args)
 
-    def _take_in(self, observer: Observer, flat: torch.Tensor) -> None:
+    def valid(self, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Which observations of the flattened value count, of shape (num_observations,)."""
+        if mask is None:
+            return None
+        valid = mask.reshape(-1) != 0
+        repeats = 1 if self.is_attention else math.prod(value.shape[mask.ndim : -1])
+        if value.ndim <= mask.ndim or repeats == 1:
+            return valid
+        return valid.unsqueeze(-1).expand(-1, repeats).reshape(-1)
+
+    def tokens(self, value: torch.Tensor) -> int:
+        """How many observations a value is."""
+        return math.prod(value.shape[0:3:2] if self.is_attention else value.shape[:-1])
+
+    @property
+    def is_attention(self) -> bool:
+        return self.observer.base_name in ("q", "k", "v")
+
+    @property
+    def leaves_out_padding(self) -> bool:
+        """Whether the observer can, in the shape that the value has."""
+        of, method = type(self.observer), "update_statistics_from_valid"
         if self.watches_input_of_weight:
-            observer.observe_input(flat)
-        else:
+            method = "observe_valid_input"
+        return getattr(of, method) is not getattr(Observer, method)
+
+    def _take_in(self, observer: Observer, flat: torch.Tensor, valid: torch.Tensor | None) -> None:
+        if self.watches_input_of_weight:
+            if valid is None:
+                observer.observe_input(flat)
+            else:
+                observer.observe_valid_input(flat.reshape(-1, flat.size(-1)), valid)
+        elif valid is None:
             observer.update_statistics_from_observed(flat)
+        else:
+            observer.update_statistics_from_valid(flat, valid)
 
     def constants(self) -> dict[str, torch.Tensor]:
         """Tensors the observer has before it sees anything: the start of its state."""
         return _tensors(self.observer)
 
-    def run(self, flat: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(
+        self,
+        flat: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        valid: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
         """Take in a flattened value on top of `state` and return the tensors there are then."""
         shadow = copy.copy(self.observer)
         shadow._buffers = dict(shadow._buffers)
         for name, tensor in state.items():
             setattr(shadow, name, tensor.clone())
         before = _plain_values(shadow)
-        self._take_in(shadow, flat)
+        self._take_in(shadow, flat, valid)
         after = _plain_values(shadow)
         changed = [name for name in after if not _same(before.get(name), after[name])]
         if changed:
@@ -146,7 +186,8 @@ class Rule:
 class Observe:
     """The callable of an observe node: updates the state it is given from a value.
 
-    Arguments are the value, the number of values seen before, and the state.
+    Arguments are the value, how many values and how many tokens were seen before, the state, and
+    the mask of a batch with padding.
     """
 
     rule: Rule
@@ -155,30 +196,56 @@ class Observe:
     __name__ = "observe"
 
     @torch.no_grad()
-    def __call__(self, value: torch.Tensor, seen: torch.Tensor, *state: torch.Tensor) -> None:
+    def __call__(
+        self,
+        value: torch.Tensor,
+        seen: torch.Tensor,
+        tokens: torch.Tensor,
+        *state: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> None:
         if isinstance(value.numel(), int) and value.numel() == 0:
             return
         value = value.detach()
         if self.reason is not None:
-            torch.ops.inlay.observe(value, seen, *state)
+            torch.ops.inlay.observe(value, seen, tokens, *state, mask)
             return
-        for old, new in zip(state, self.update(value, seen, state), strict=True):
+        valid = self.rule.valid(value, mask)
+        for old, new in zip(state, self.update(value, seen, state, valid), strict=True):
             old.copy_(new)
-        seen.add_(1)
+        seen.add_(1 if valid is None else valid.any().to(seen.dtype))
+        tokens.add_(self.rule.tokens(value) if valid is None else valid.sum())
 
     def update(
-        self, value: torch.Tensor, seen: torch.Tensor, state: Sequence[torch.Tensor]
+        self,
+        value: torch.Tensor,
+        seen: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        valid: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """The state after the value, as a function of the state before it."""
+        new = self._updated(value, seen, state, valid)
+        if valid is None:
+            return new
+        # A batch of nothing but padding changes nothing.
+        return [torch.where(valid.any(), *pair) for pair in zip(new, state, strict=True)]
+
+    def _updated(
+        self,
+        value: torch.Tensor,
+        seen: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        valid: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
         names = [spec.name for spec in self.specs]
         current = dict(zip(names, state, strict=True))
         given = {name: current[name] for name in self.rule.constants()}
         # The same tensor for both: what is expensive to compute of it is then computed once.
         flat = self.rule.flatten(value)
-        first = self.rule.run(flat, given)
+        first = self.rule.run(flat, given, valid)
         if len(given) == len(current):
             return [first[name] for name in names]
-        later = self.rule.run(flat, current)
+        later = self.rule.run(flat, current, valid)
         is_first = seen == 0
         # The state starts as zeros, so what is a sum needs no selection.
         sums = self.rule.observer._sums
@@ -192,14 +259,17 @@ class Observe:
         mode = fake_mode(value)
         assert mode is not None, "a graph is traced with fake tensors"
         with mode:
-            seen = torch.empty((), dtype=torch.int64, device=value.device)
+            counters = {
+                name: torch.empty((), dtype=torch.int64, device=value.device)
+                for name in ("seen", "tokens")
+            }
             if self.reason is not None:
-                return {"seen": seen, "handle": torch.empty((), dtype=torch.int64)}
+                return {**counters, "handle": torch.empty((), dtype=torch.int64)}
             state = {
                 spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
                 for spec in self.specs
             }
-        return {"seen": seen, **state}
+        return {**counters, **state}
 
 
 @dataclass(frozen=True)
@@ -223,6 +293,7 @@ class SlotState:
         self.observer = copy.deepcopy(observe.rule.observer)
         with torch.inference_mode(False):
             self.seen = torch.zeros((), dtype=torch.int64, device=device)
+            self.tokens = torch.zeros((), dtype=torch.int64, device=device)
             constants = observe.rule.constants()
             self.tensors = {
                 spec.name: (
@@ -239,7 +310,7 @@ class SlotState:
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What the observe node takes after the value, by name."""
-        return {"seen": self.seen, **self.tensors}
+        return {"seen": self.seen, "tokens": self.tokens, **self.tensors}
 
     def require(self, observe: Observe) -> None:
         """Refuse a graph that would write statistics of another kind here."""
@@ -248,6 +319,27 @@ class SlotState:
                 f"{self.slots[0].name} was observed as {_words(self.observe)} and is now observed "
                 f"as {_words(observe)}; calibrate in one dtype and on one device"
             )
+
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """The statistics as they are now, by name."""
+        own = _tensors(self.observer) if self.observe.reason is not None else self.tensors
+        return {name: tensor.clone() for name, tensor in own.items()}
+
+    def restore(self, stored: SlotStatistics) -> None:
+        """Go on from statistics of an earlier run."""
+        for name, tensor in stored.tensors.items():
+            if self.observe.reason is not None:
+                setattr(self.observer, name, tensor.to(self.seen.device))
+                continue
+            own = self.tensors.get(name)
+            if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                raise StatisticsError(
+                    f"{self.slots[0].name}: stored {name} {tuple(tensor.shape)} {tensor.dtype} does "
+                    f"not fit {_words(self.observe)}; go on with the same model in the same dtype"
+                )
+            own.copy_(tensor)
+        self.seen.fill_(stored.seen)
+        self.tokens.fill_(stored.tokens)
 
     def observed(self) -> Observer:
         """An eager observer with the statistics gathered so far."""
@@ -276,16 +368,32 @@ _HANDLES = itertools.count()
 _OPAQUE: "weakref.WeakValueDictionary[int, SlotState]" = weakref.WeakValueDictionary()
 
 
-@torch.library.custom_op("inlay::observe", mutates_args={"seen"})
-def _observe_opaque(value: torch.Tensor, seen: torch.Tensor, handle: torch.Tensor) -> None:
+@torch.library.custom_op("inlay::observe", mutates_args={"seen", "tokens"})
+def _observe_opaque(
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    tokens: torch.Tensor,
+    handle: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
     """Run an observer that cannot be traced, on real values, in the middle of a compiled graph."""
     state = _OPAQUE[int(handle)]
-    state.observe.rule.take_in(state.observer, value)
-    seen += 1
+    rule = state.observe.rule
+    valid = rule.valid(value, mask)
+    if valid is None or bool(valid.any()):
+        rule.take_in(state.observer, value, mask)
+        seen += 1
+        tokens += rule.tokens(value) if valid is None else int(valid.sum())
 
 
 @_observe_opaque.register_fake
-def _(value: torch.Tensor, seen: torch.Tensor, handle: torch.Tensor) -> None:
+def _(
+    value: torch.Tensor,
+    seen: torch.Tensor,
+    tokens: torch.Tensor,
+    handle: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> None:
     return None
 
 

@@ -1,7 +1,7 @@
 """Statistics of all slots of a model under a recipe, and the qparams that follow from them."""
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from inlay.quantize import fold_weight
 from inlay.recipe import Recipe, make_observer
 from inlay.slots import Plan, Slot
 from inlay.state import Observe, SlotState
+from inlay.stored import SlotStatistics
 
 __all__ = ["ACCEPTABLE", "Statistics"]
 
@@ -44,6 +45,8 @@ class Statistics:
             for slot in self.plan.slots.values()
         }
         self._states: dict[str, SlotState] = {}
+        # Statistics of an earlier run, by slot: what a state starts with when it is made.
+        self._stored: dict[str, SlotStatistics] = {}
         self._folded: dict[str, torch.Tensor] = {}
 
     @property
@@ -56,6 +59,8 @@ class Statistics:
         known = next((state for state in states if state is not None), None)
         if known is None:
             known = SlotState(slots, observe, device)
+            if slots[0].name in self._stored:
+                known.restore(self._stored[slots[0].name])
             self._states.update({slot.name: known for slot in slots})
         elif known.slots != tuple(slots):
             raise StatisticsError(
@@ -90,8 +95,63 @@ class Statistics:
 
     def seen(self, slot: Slot) -> int:
         """How many values a slot has seen."""
-        state = self._states.get(slot.name)
+        state = self._states.get(slot.name) or self._stored.get(slot.name)
         return 0 if state is None else int(state.seen)
+
+    def tokens(self, slot: Slot) -> int:
+        """How many tokens a slot has seen, without padding."""
+        state = self._states.get(slot.name) or self._stored.get(slot.name)
+        return 0 if state is None else int(state.tokens)
+
+    def restore(self, stored: Mapping[str, SlotStatistics]) -> None:
+        """Start from the statistics of an earlier run, as far as they carry this recipe."""
+        wanted = {slot.name: slot for slot in self.plan.activation_slots()}
+        for slot in self.plan.weight_slots():
+            wanted[f"{slot.module}.importance"] = Slot(slot.module, "importance", slot.args)
+        problems = {}
+        for name, slot in wanted.items():
+            if name not in stored:
+                continue
+            problem = stored[name].problem(slot.args, slot.base_name)
+            if problem is None:
+                self._stored[name] = stored[name]
+            elif slot.base_name != "importance":  # a weight may be observed without
+                problems[name] = problem
+        if problems:
+            raise StatisticsError(
+                "the stored statistics do not carry this recipe: "
+                + "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+                + ". Calibrate again with data"
+            )
+
+    def snapshot(self) -> dict[str, SlotStatistics]:
+        """Statistics gathered so far, by slot, to be stored."""
+        found = dict(self._stored)
+        for name, state in self._states.items():
+            slot = next(slot for slot in state.slots if slot.name == name)
+            if int(state.seen) > 0:
+                found[name] = SlotStatistics(
+                    base_name=slot.base_name,
+                    args=slot.args,
+                    seen=int(state.seen),
+                    tokens=int(state.tokens),
+                    tensors=state.statistics(),
+                )
+        return found
+
+    def activation_observer(self, slot: Slot) -> Observer:
+        """An eager observer with what is known of a slot; without statistics if nothing is."""
+        state, stored = self._states.get(slot.name), self._stored.get(slot.name)
+        if state is not None:
+            observer = state.observed()
+        else:
+            observer = make_observer(slot.base_name, slot.args)
+            if stored is not None:
+                for name, tensor in stored.tensors.items():
+                    setattr(observer, name, tensor.clone())
+                observer._unsynced_observations = stored.seen
+        observer.slot = slot.name
+        return observer
 
     def shared_with(self, slot: Slot) -> tuple[Slot, ...]:
         state = self._states.get(slot.name)
@@ -129,13 +189,8 @@ class Statistics:
 
     def _activation_observers(self, accept: frozenset[str]) -> dict[str, Observer]:
         slots = list(self.plan.activation_slots())
-        observers = {}
-        for slot in slots:
-            state = self._states.get(slot.name)
-            # A rank that never ran a slot takes part in the merge with an observer all the same.
-            observer = make_observer(slot.base_name, slot.args)
-            observers[slot.name] = observer if state is None else state.observed()
-            observers[slot.name].slot = slot.name
+        # A rank that never ran a slot takes part in the merge with an observer all the same.
+        observers = {slot.name: self.activation_observer(slot) for slot in slots}
         sync_observers(observers.values())
         unobserved = [name for name, observer in observers.items() if not observer.has_statistics]
         if unobserved and "unobserved" not in accept:
@@ -151,8 +206,9 @@ class Statistics:
         for slot in self.plan.weight_slots():
             observer = make_observer("weight", slot.args)
             observer.slot = slot.name
-            importance = self._states.get(f"{slot.module}.importance")
-            if importance is not None and int(importance.seen) > 0:
+            name = f"{slot.module}.importance"
+            importance = self._states.get(name) or self._stored.get(name)
+            if importance is not None and int(importance.seen) > 0 and observer.observes_input:
                 for name, tensor in importance.tensors.items():
                     setattr(observer, name, tensor.clone())
             observers[slot.name] = observer

@@ -30,6 +30,7 @@ def test_docstring_example() -> None:
     ]
     assert [f"{i.slot}.{i.key}" for i in slot_inputs(gm.graph).values()] == [
         "fc.input.seen",
+        "fc.input.tokens",
         "fc.input.max_vals",
         "fc.input.min_vals",
     ]
@@ -62,7 +63,9 @@ def test_what_is_observed_is_what_the_op_reads() -> None:
     model = Functional(forward, a=linear(), b=linear(seed=1))
     gm = inserted(model)
     state = {
-        what: torch.zeros((), dtype=torch.int64) if what.key == "seen" else torch.zeros(1)
+        what: torch.zeros((), dtype=torch.int64)
+        if what.key in ("seen", "tokens")
+        else torch.zeros(1)
         for what in slot_inputs(gm.graph).values()
     }
     own = {"l_x_": X, f"{W}a_{P}": model.a.weight, f"{W}b_{P}": model.b.weight}
@@ -95,7 +98,7 @@ def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:
 def test_nodes_carry_the_name_of_the_pass() -> None:
     gm = inserted(Functional(lambda self, x: self.fc(x), fc=linear()))
     made = [node for node in gm.graph.nodes if made_by(node) == "InsertObservers"]
-    assert len(made) == 5  # two observers and three inputs
+    assert len(made) == 6  # two observers and four inputs
 
 
 def test_ensures_notices_a_missing_observer() -> None:

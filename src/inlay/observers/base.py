@@ -48,6 +48,10 @@ class Observer(InternalModule, RegistryMixin):
     # they are computed once, where others are computed for a first and for a later value.
     _sums: ClassVar[tuple[str, ...]] = ()
 
+    # Whether the statistics are the same whatever format the value will be quantized to, so that
+    # they can be asked for another one later.
+    any_format: ClassVar[bool] = False
+
     # Settings of built-in observers, checked and set as attributes. An observer of the user's own
     # reads what it likes from `self.args.observer_kwargs`.
     _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
@@ -95,6 +99,17 @@ class Observer(InternalModule, RegistryMixin):
         :param observed: value of shape (num_observations, *qparam_shape, group_size)
         """
         raise NotImplementedError
+
+    def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
+        """Take in those observations that are valid: not the padding of a batch.
+
+        Picking them gives a shape that depends on data, which no compiled graph can have. An
+        observer that shall leave out padding there overrides this, with the shape as it is.
+
+        :param observed: as above
+        :param valid: of shape (num_observations,), at least one of them true
+        """
+        self.update_statistics_from_observed(observed[valid])
 
     @torch.no_grad()
     def forward(self, observed: torch.Tensor) -> "Observer":
@@ -154,6 +169,10 @@ class Observer(InternalModule, RegistryMixin):
     def observe_input(self, x: torch.Tensor) -> None:
         """Take in an input of the module, for a weight observer that weighs its channels."""
         raise NotImplementedError
+
+    def observe_valid_input(self, x: torch.Tensor, valid: torch.Tensor) -> None:
+        """Take in those rows of an input that are valid; see `update_statistics_from_valid`."""
+        self.observe_input(x[valid])
 
     def sync_activation_stats(self) -> list[dist.Work]:
         """Start merging the statistics over all ranks, by the operations of `_act_sync_dict`.

@@ -14,6 +14,7 @@ from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, require_fin
 from inlay.observers.helpers import as_stored
 from inlay.observers.kwargs import Kwarg, one_of, percent, positive, read_kwargs, whole
 from inlay.observers.min_max import StaticMinMaxObserver
+from inlay.validity import as_weights, fill_invalid
 
 __all__ = ["HistogramObserver"]
 
@@ -78,7 +79,17 @@ class HistogramObserver(StaticMinMaxObserver):
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         super().update_statistics_from_observed(observed)
-        counts = self.bins.count(as_stored(observed))
+        self._add(self.bins.count(as_stored(observed)))
+
+    def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
+        StaticMinMaxObserver.update_statistics_from_observed(self, fill_invalid(observed, valid))
+        rows = as_weights(valid, observed) > 0
+        self._add(self.bins.count(torch.where(rows, as_stored(observed), 0)))
+        # What is not valid was counted as zero, whose bin is the first one.
+        zeros = torch.arange(self.bins.size, device=observed.device) == 0
+        self.counts = self.counts - zeros * ((~valid).sum() * observed.size(-1))
+
+    def _add(self, counts: torch.Tensor) -> None:
         self.counts = counts + self.counts if hasattr(self, "counts") else counts
 
     @torch.no_grad()

@@ -105,6 +105,11 @@ class IMatrixMSEObserver(Observer):
         self._imatrix_sum = squares
         self._imatrix_count = self._imatrix_count.to(x.device) + math.prod(x.shape[:-1])
 
+    def observe_valid_input(self, x: torch.Tensor, valid: torch.Tensor) -> None:
+        before = self._imatrix_count
+        self.observe_input(torch.where(valid.unsqueeze(-1), x, 0))
+        self._imatrix_count = before.to(x.device) + valid.sum()
+
     @torch.no_grad()
     def _accumulate(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -8,6 +8,7 @@ from torch import distributed as dist
 from inlay.observers.base import MinMaxTuple, Observer
 from inlay.observers.helpers import as_stored, lerp
 from inlay.observers.kwargs import AVERAGING_CONSTANT, Kwarg
+from inlay.validity import fill_invalid
 
 __all__ = [
     "MemorylessMinMaxObserver",
@@ -27,11 +28,15 @@ class MemorylessMinMaxObserver(Observer):
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         self.min_vals, self.max_vals = _min_max(observed)
 
+    def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
+        self.update_statistics_from_observed(fill_invalid(observed, valid))
+
 
 @Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """Minimum and maximum of all observed values."""
 
+    any_format = True
     _act_sync_dict = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
     _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
 
@@ -47,12 +52,16 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 class MinMaxObserver(Observer):
     """Moving average of the minimum and maximum of each observed value."""
 
+    any_format = True
     _act_sync_dict = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}
     _kwargs = (AVERAGING_CONSTANT,)
     avg_constant: float
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         average_into(self, _min_max(observed), self.avg_constant)
+
+    def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
+        self.update_statistics_from_observed(fill_invalid(observed, valid))
 
 
 def average_into(observer: Observer, found: MinMaxTuple, weight: float) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import distributed as dist
 
-from inlay.observers.base import Observer
+from inlay.observers.base import MinMaxTuple, Observer
 from inlay.observers.kwargs import AVERAGING_CONSTANT, EXPAND, Kwarg, count, fraction, positive
 from inlay.observers.min_max import average_into
 from inlay.search import RangeSearch
@@ -49,7 +49,13 @@ class MemorylessMSEObserver(Observer):
         )
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        self.min_vals, self.max_vals = self.search(observed)
+        self._take_in(self.search(observed))
+
+    def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
+        self._take_in(self.search.among(observed, valid))
+
+    def _take_in(self, found: MinMaxTuple) -> None:
+        self.min_vals, self.max_vals = found
 
 
 @Observer.register("mse")
@@ -60,8 +66,8 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
     _kwargs = (*_SEARCH_KWARGS, AVERAGING_CONSTANT)
     avg_constant: float
 
-    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        average_into(self, self.search(observed), self.avg_constant)
+    def _take_in(self, found: MinMaxTuple) -> None:
+        average_into(self, found, self.avg_constant)
 
 
 def shrink_factors(steps: int, grid: float) -> tuple[float, ...]:

@@ -1,0 +1,102 @@
+"""Keep the padding of a batch out of the statistics."""
+
+import re
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from inlay.graph import copy, fake_value, inputs_of, module_path
+from inlay.pass_base import Pass, PassResult
+from inlay.state import Observe, Rule, observes
+
+__all__ = ["LeaveOutPadding"]
+
+# Dynamo puts the variable in front of an argument's name and an underscore behind it.
+_MASK = re.compile(r"(?:^|_)((?:decoder_|encoder_)?attention_mask)_?$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveOutPadding(Pass):
+    """Give observe nodes the attention mask of the batch, if the model is called with one.
+
+    Before:                             After:
+        x, attention_mask                   x, attention_mask
+        observe(x, fc_input_seen, ...)      observe(x, fc_input_seen, ..., mask=attention_mask)
+        y = linear(x, w)                    y = linear(x, w)
+        return y                            return y
+
+    A mask has a number for each token of each sequence, zero for padding. A value is matched with
+    it by its shape. A value without tokens, such as what a pooler reads, counts as a whole.
+    """
+
+    def call(self, gm: GraphModule) -> PassResult:
+        gm = copy(gm)
+        masks = _masks(gm)
+        modified = False
+        for node in gm.graph.nodes:
+            if not isinstance(node.target, Observe) or "mask" in node.kwargs:
+                continue
+            mask = _mask_of(node, masks)
+            if mask is None:
+                continue
+            if node.target.reason is None and not node.target.rule.leaves_out_padding:
+                _warn(node.target.rule)
+                continue
+            node.update_kwarg("mask", mask)
+            modified = True
+        gm.recompile()
+        return PassResult(gm, modified)
+
+
+def _masks(gm: GraphModule) -> dict[str, Node]:
+    """Attention masks among the inputs by name, as far as they say which tokens count."""
+    found = {}
+    for node in inputs_of(gm.graph):
+        name = _MASK.search(node.name)
+        value = fake_value(node)
+        if name is not None and isinstance(value, torch.Tensor) and value.ndim == 2:
+            found[name.group(1)] = node
+    return found
+
+
+def _mask_of(node: Node, masks: dict[str, Node]) -> Node | None:
+    value = fake_value(node.args[0]) if isinstance(node.args[0], Node) else None
+    assert isinstance(node.target, Observe)
+    if not isinstance(value, torch.Tensor):
+        return None
+    rule = node.target.rule
+    fitting = {name: m for name, m in masks.items() if _fits(value, fake_value(m), rule)}
+    if len(fitting) < 2:
+        return next(iter(fitting.values()), None)
+    # Encoder and decoder may happen to have the same length.
+    path = module_path(node) or observes(node)[0].module
+    own = [m for name, m in fitting.items() if f"{name.partition('_')[0]}." in path]
+    return own[0] if own else fitting.get("attention_mask")
+
+
+def _fits(value: torch.Tensor, mask: torch.Tensor, rule: Rule) -> bool:
+    """Whether the observations in a value are the tokens of the mask, in that order."""
+    batch, tokens = mask.shape
+    if rule.observer.args.strategy == "token":
+        return False
+    if rule.is_attention:
+        return _same(value.shape[0], batch) and _same(value.shape[2], tokens)
+    if value.ndim == 2:
+        return _same(value.shape[0], batch * tokens)
+    return value.ndim > 2 and _same(value.shape[0], batch) and _same(value.shape[1], tokens)
+
+
+def _same(one: int, other: int) -> bool:
+    return bool(statically_known_true(one == other))
+
+
+def _warn(rule: Rule) -> None:
+    # Without the slot's name: the same text for all slots is shown once.
+    warnings.warn(
+        f"observer {rule.name} counts the padding of batches: it has no method "
+        "update_statistics_from_valid that leaves it out",
+        stacklevel=2,
+    )

@@ -1,0 +1,167 @@
+"""Padding is left out of every statistic, in the graph."""
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from families import bert, llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from inlay import Calibration, Recipe
+from inlay.observers import Observer, flatten_for_calibration
+
+PER_TENSOR = QuantizationArgs(num_bits=8, strategy="tensor")
+OBSERVERS = ["static_minmax", "minmax", "memoryless_minmax", "mse", "memoryless_mse", "histogram"]
+
+
+def statistics(observer: Observer) -> dict[str, torch.Tensor]:
+    return {
+        name: value for name, value in vars(observer).items() if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_observing_what_is_valid_is_observing_it_alone(name: str, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 6))
+    valid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+    valid[data.draw(st.integers(0, count - 1))] = True
+    seed = data.draw(st.integers(0, 1000))
+    rows = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
+    rows[~valid] *= 100
+    masked, alone = (
+        Observer.load_from_registry(name, base_name="input", args=PER_TENSOR) for _ in range(2)
+    )
+    for scale in (1.0, 2.0):
+        flat = flatten_for_calibration(rows * scale, "input", masked.args)
+        masked.update_statistics_from_valid(flat, valid)
+        alone(rows[valid] * scale)
+    for key, value in statistics(alone).items():
+        torch.testing.assert_close(getattr(masked, key), value)
+
+
+def test_importance_of_valid_rows() -> None:
+    x, valid = torch.randn(5, 8), torch.tensor([True, False, True, True, False])
+    masked, alone = (
+        Observer.load_from_registry("imatrix_mse", base_name="weight", args=PER_TENSOR)
+        for _ in range(2)
+    )
+    for _ in range(2):
+        masked.observe_valid_input(x, valid)
+        alone.observe_input(x[valid])
+    torch.testing.assert_close(masked._imatrix_sum, alone._imatrix_sum)
+    assert int(masked._imatrix_count) == int(alone._imatrix_count) == 6
+
+
+def padded(lengths: list[int], side: str) -> list[dict[str, torch.Tensor]]:
+    """Sequences in one batch with padding, then each in a batch of its own without."""
+    longest = max(lengths)
+    ids = torch.randint(3, 60, (len(lengths), longest))
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        place = slice(0, length) if side == "right" else slice(longest - length, None)
+        mask[row, place] = 1
+    ids = ids * mask
+    alone = [row[keep.bool()].unsqueeze(0) for row, keep in zip(ids, mask, strict=True)]
+    return [_batch(ids, mask), *(_batch(row, torch.ones_like(row)) for row in alone)]
+
+
+def _batch(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # a token is where it is without padding
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+
+
+def observed(model: nn.Module, recipe: Recipe, batches: list, **options: object) -> Calibration:
+    torch._dynamo.reset()
+    calibration = Calibration(model, recipe, compiler="eager", **options)
+    for one in batches:
+        calibration.observe(**one)
+    return calibration
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", [llama, bert])
+@settings(max_examples=2, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=4))
+def test_padded_batches_equal_sequences_one_by_one(family, side: str, lengths: list[int]) -> None:
+    model = family()
+    kv_cache = {"num_bits": 8, "type": "float", "observer": "static_minmax"}
+    recipe = Recipe.from_preset(
+        "W8A8_STATIC",
+        ignore=["lm_head"] if family is llama else ["re:.*pooler.*"],
+        inputs={"observer": "static_minmax"},
+        outputs={"num_bits": 8, "strategy": "tensor", "observer": "histogram"},
+        kv_cache=kv_cache if family is llama else None,
+    )
+    batch, *alone = padded(lengths, side)
+    together, apart = observed(model, recipe, [batch]), observed(model, recipe, alone)
+    states = together.statistics._states
+    assert states.keys() == apart.statistics._states.keys()
+    for name, state in states.items():
+        other = apart.statistics._states[name]
+        assert int(state.tokens) == int(other.tokens) == sum(lengths)
+        for key in ("min_vals", "max_vals"):
+            torch.testing.assert_close(state.tensors[key], other.tensors[key], rtol=1e-4, atol=1e-5)
+        if "counts" in state.tensors:
+            assert int(state.tensors["counts"].sum()) == int(other.tensors["counts"].sum())
+
+
+def test_padding_counts_if_asked_to() -> None:
+    model, (batch, *_) = llama(), padded([2, 7], "right")
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
+    slot = "model.layers.0.mlp.down_proj.input"
+    tokens = {
+        counted: int(
+            observed(model, recipe, [batch], count_padding=counted).statistics._states[slot].tokens
+        )
+        for counted in (False, True)
+    }
+    assert tokens == {False: 9, True: 14}
+
+
+def test_a_batch_of_nothing_but_padding_changes_nothing() -> None:
+    model, (batch, *_) = llama(), padded([4, 4], "right")
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
+    empty = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
+    once = observed(model, recipe, [batch])
+    twice = observed(model, recipe, [empty, batch, empty])
+    for name, state in once.statistics._states.items():
+        other = twice.statistics._states[name]
+        assert int(other.seen) == 1
+        for key, value in state.tensors.items():
+            assert torch.equal(value, other.tensors[key])
+
+
+@Observer.register("test_mean_of_all")
+class MeanOfAll(Observer):
+    """It knows nothing of padding."""
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.max_vals = observed.abs().mean(dim=(0, -1))
+        self.min_vals = -self.max_vals
+
+
+@Observer.register("test_branch_on_all")
+class BranchOnAll(MeanOfAll):
+    """It cannot be traced either."""
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        if bool(observed.abs().max() > 0):
+            super().update_statistics_from_observed(observed)
+
+
+def test_an_observer_that_knows_nothing_of_padding_says_so() -> None:
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "test_mean_of_all"})
+    with pytest.warns(UserWarning, match="test_mean_of_all counts the padding"):
+        observed(llama(), recipe, padded([3, 5], "right")[:1])
+
+
+def test_an_observer_outside_the_graph_leaves_out_padding() -> None:
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "test_branch_on_all"})
+    batch, *_ = padded([3, 5], "right")
+    with pytest.warns(UserWarning, match="cannot be traced"):
+        calibration = observed(llama(), recipe, [batch])
+    assert int(calibration.statistics._states["model.layers.0.mlp.down_proj.input"].tokens) == 8
