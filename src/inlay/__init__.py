@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from inlay.calibration import Calibration
     from inlay.observers import Observer, QParamsDict, sync_observers
     from inlay.recipe import Recipe
+    from inlay.run import calibrate
+    from inlay.stored import StoredStatistics
 
 __all__ = [
     "Calibration",
@@ -29,7 +31,9 @@ __all__ = [
     "QParamsDict",
     "Recipe",
     "StatisticsError",
+    "StoredStatistics",
     "__version__",
+    "calibrate",
     "finalize",
     "observers",
     "passes",
@@ -42,6 +46,8 @@ _LAZY = {
     "Observer": "inlay.observers",
     "QParamsDict": "inlay.observers",
     "Recipe": "inlay.recipe",
+    "StoredStatistics": "inlay.stored",
+    "calibrate": "inlay.run",
     "finalize": "inlay.by_name",
     "sync_observers": "inlay.observers",
 }

@@ -1,14 +1,15 @@
 """Calibration: observe a model while it runs, then let it run quantized."""
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from inlay.backend import Backend
+from inlay.backend import Backend, CompiledGraph
 from inlay.errors import ConfigurationError
 from inlay.explain import explain
 from inlay.graph import bind, slot_inputs
@@ -16,7 +17,9 @@ from inlay.observers import QParamsDict
 from inlay.pass_base import Pass, Pipeline
 from inlay.passes import FINALIZE, PREPARE, LeaveOutPadding, OutlineRepeats
 from inlay.recipe import Recipe
+from inlay.record import Record
 from inlay.statistics import Statistics
+from inlay.stored import Progress, StoredStatistics
 
 __all__ = ["Calibration"]
 
@@ -47,9 +50,36 @@ class Calibration:
         self.recipe = recipe
         self.statistics = Statistics(model, recipe)
         self.statistics.show_progress = progress
+        self.record: Record | None = None
+        self.held_out: list[Any] = []
+        self.tokenizer: Any = None
+        self.progress = Progress()
         self._backend = Backend(self.statistics, compiler=compiler, passes=passes)
         self._observing = Backend(self.statistics, compiler=compiler, passes=passes, outputs=False)
         self._observe: Callable[..., Any] | None = None
+
+    @classmethod
+    def from_statistics(
+        cls, model: nn.Module, recipe: Recipe, stored: StoredStatistics, **options: Any
+    ) -> "Calibration":
+        """A calibration that starts from stored statistics, as far as they carry the recipe.
+
+        It can be finalized as it is, or observe more batches before.
+        """
+        calibration = cls(model, recipe, **options)
+        calibration.statistics.restore(stored.slots)
+        calibration.progress = stored.progress
+        return calibration
+
+    def stored(self, *, model: str = "", data: str = "") -> StoredStatistics:
+        """The statistics gathered so far, to be kept on disk."""
+        return StoredStatistics(
+            recipe=self.recipe.config.model_dump(mode="json"),
+            slots=self.statistics.snapshot(),
+            model=model,
+            data=data,
+            progress=self.progress,
+        )
 
     @property
     def backend(self) -> Backend:
@@ -71,6 +101,18 @@ class Calibration:
             self._observe = self._compile_for_statistics()
         with torch.no_grad():
             self._observe(*args, **kwargs)
+
+    def run(self, batch: Any) -> None:
+        """Observe a batch: keyword arguments of the model by name, or positional ones."""
+        if isinstance(batch, Mapping):
+            self.observe(**batch)
+        else:
+            self.observe(*batch)
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """All graphs that were compiled so far."""
+        return [*self._backend.graphs, *self._observing.graphs]
 
     def _compile_for_statistics(self) -> Callable[..., Any]:
         model = self._live_model()
@@ -121,7 +163,33 @@ class Calibration:
             },
         )
 
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        overwrite: bool = False,
+        max_shard_size: int | str = "5GB",
+        report: bool = True,
+        accept: Collection[str] = (),
+    ) -> Path:
+        """Write the quantized model, its statistics and a report into a new folder.
+
+        :param folder: refused if it has something in it, unless `overwrite`
+        :param report: whether to compare the model before and after, and show what was found
+        :param accept: see `finalize`; modules concerned are written in full precision
+        :return: the folder
+        """
+        from inlay.saving import save
+
+        return save(
+            self,
+            folder,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            report=report,
+            accept=accept,
+        )
+
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
-        graphs = [*self._backend.graphs, *self._observing.graphs]
-        return explain(self.statistics, graphs)
+        return explain(self.statistics, self.graphs)

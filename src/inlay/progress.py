@@ -2,12 +2,20 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    track,
+)
 
-__all__ = ["watched"]
+__all__ = ["Bar", "watched"]
 
 _T = TypeVar("_T")
 
@@ -18,7 +26,53 @@ def watched(items: Iterable[_T], what: str, *, show: bool | None = None) -> Iter
     :param show: whether to draw it; by default where the error output is a terminal
     """
     items = list(items)
-    if show is None:
-        show = sys.stderr.isatty()
-    console = Console(stderr=True, force_terminal=show)
-    yield from track(items, what, console=console, disable=not show, transient=True)
+    show = _shown(show)
+    yield from track(items, what, console=_console(show), disable=not show, transient=True)
+
+
+class Bar:
+    """A bar over steps that are not equal, with what is done in a second.
+
+    :param total: how many steps there are, if that is known
+    :param unit: what the amounts given to `advance` are
+    """
+
+    def __init__(
+        self, what: str, *, total: int | None = None, unit: str = "", show: bool | None = None
+    ) -> None:
+        self.unit, self.amount = unit, 0
+        show = _shown(show)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=_console(show),
+            disable=not show,
+            transient=True,
+        )
+        self._task = self._progress.add_task(what, total=total, rate="compiling")
+
+    def advance(self, amount: int) -> None:
+        """Another step is done."""
+        self.amount += amount
+        elapsed = self._progress.tasks[0].elapsed
+        rate = f"{self.amount / elapsed:,.0f} {self.unit}/s" if elapsed else ""
+        self._progress.update(self._task, advance=1, rate=rate)
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._progress.stop()
+
+
+def _shown(show: bool | None) -> bool:
+    return sys.stderr.isatty() if show is None else show
+
+
+def _console(show: bool) -> Console:
+    return Console(stderr=True, force_terminal=show)

@@ -37,8 +37,10 @@ class Stages:
         try:
             yield
         finally:
-            taken = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + taken
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def as_tuple(self) -> tuple[tuple[str, float], ...]:
         return tuple(self.seconds.items())

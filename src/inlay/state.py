@@ -334,8 +334,8 @@ class SlotState:
             own = self.tensors.get(name)
             if own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
                 raise StatisticsError(
-                    f"{self.slots[0].name}: stored {name} {tuple(tensor.shape)} {tensor.dtype} does "
-                    f"not fit {_words(self.observe)}; go on with the same model in the same dtype"
+                    f"{self.slots[0].name}: stored {name} {tuple(tensor.shape)} {tensor.dtype} "
+                    f"does not fit {_words(self.observe)}; go on with the same model and dtype"
                 )
             own.copy_(tensor)
         self.seen.fill_(stored.seen)

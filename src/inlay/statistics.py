@@ -127,15 +127,17 @@ class Statistics:
     def snapshot(self) -> dict[str, SlotStatistics]:
         """Statistics gathered so far, by slot, to be stored."""
         found = dict(self._stored)
-        for name, state in self._states.items():
-            slot = next(slot for slot in state.slots if slot.name == name)
-            if int(state.seen) > 0:
-                found[name] = SlotStatistics(
+        for state in dict.fromkeys(self._states.values()):
+            if int(state.seen) == 0:
+                continue
+            tensors = state.statistics()
+            for slot in state.slots:
+                found[slot.name] = SlotStatistics(
                     base_name=slot.base_name,
                     args=slot.args,
                     seen=int(state.seen),
                     tokens=int(state.tokens),
-                    tensors=state.statistics(),
+                    tensors=tensors,
                 )
         return found
 

@@ -1,0 +1,60 @@
+"""A calibration as a folder: checkpoint, statistics, recipe, report."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from inlay import report as report_page
+from inlay.calibration import Calibration
+from inlay.checkpoint import require_servable, save_checkpoint
+from inlay.compare import compare
+from inlay.errors import ConfigurationError
+from inlay.files import new_folder, write_atomically
+from inlay.record import Record, Stages
+from inlay.summary import report_of
+
+__all__ = ["save"]
+
+
+def save(
+    calibration: Calibration,
+    folder: str | Path,
+    *,
+    overwrite: bool,
+    max_shard_size: int | str,
+    report: bool,
+    accept: Collection[str],
+) -> Path:
+    """Write everything under a temporary name, and give it its own when it is complete."""
+    if calibration.qparams is None:
+        raise ConfigurationError("finalize the calibration before saving it")
+    model, statistics = calibration._live_model(), calibration.statistics
+    record = calibration.record or Record(model=type(model).__name__, data="")
+    require_servable(statistics.plan, calibration.qparams, accept=accept)
+    stages = Stages()
+    with new_folder(folder, overwrite=overwrite) as partial:
+        with stages("writing"):
+            sizes = save_checkpoint(
+                partial,
+                model,
+                statistics.plan,
+                calibration.recipe,
+                calibration.qparams,
+                tokenizer=calibration.tokenizer,
+                max_shard_size=max_shard_size,
+                accept=accept,
+                progress=statistics.show_progress,
+            )
+            calibration.stored(model=record.model, data=record.data).save(partial)
+            config = calibration.recipe.config.model_dump(mode="json", exclude_none=True)
+            write_atomically(partial / "recipe.yaml", yaml.safe_dump(config, sort_keys=False))
+        if report:
+            with stages("comparing"):
+                comparison = compare(model, calibration, calibration.held_out)
+            record = replace(record, stages=(*record.stages, *stages.as_tuple()))
+            data = report_of(calibration, comparison, record=record, sizes=sizes)
+            write_atomically(partial / "report.json", data.to_json())
+            report_page.write(data, partial / "report.html")
+    return Path(folder)
