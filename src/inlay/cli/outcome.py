@@ -1,0 +1,53 @@
+"""What came of a calibration, in a few lines."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inlay.cli.terminal import console
+
+if TYPE_CHECKING:
+    from inlay.calibration import Calibration
+    from inlay.report import ReportData
+
+__all__ = ["report_data", "show_result"]
+
+
+def report_data(folder: Path) -> "ReportData | None":
+    """The data of a folder's report, if it has one."""
+    from inlay.report import ReportData
+
+    path = folder / "report.json"
+    return ReportData.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def show_result(calibration: "Calibration", out: Path, statistics: Path) -> None:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in _facts(calibration, out, statistics).items():
+        grid.add_row(name, value)
+    console().print(grid)
+
+
+def _facts(calibration: "Calibration", out: Path, statistics: Path) -> dict[str, str]:
+    from inlay.report.numbers import count, duration, number, size
+
+    facts = {"checkpoint": str(out)}
+    ignored = calibration.recipe.config.ignore
+    if ignored:
+        facts["full precision"] = ", ".join(ignored)
+    data = report_data(out)
+    record = calibration.record
+    if data is not None:
+        facts["size"] = f"{size(data.size_before)} → {size(data.size_after)}"
+    if record is not None:
+        padding = f" and {count(record.padding_tokens)} of padding" if record.padding_tokens else ""
+        facts["tokens"] = f"{count(record.tokens)}{padding}, {count(record.samples)} samples"
+        facts["time"] = ", ".join(f"{name} {duration(took)}" for name, took in record.stages)
+    for change in data.changes if data is not None else ():
+        values = [change.before, change.after] if change.value is None else [change.value]
+        facts[change.name] = " → ".join(map(number, values))
+    facts["statistics"] = str(statistics)
+    if data is not None:
+        facts["report"] = str(out / "report.html")
+    return facts

@@ -1,0 +1,154 @@
+"""From options as they are typed to a recipe."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from torch import nn
+
+from inlay.errors import ConfigurationError
+from inlay.observers import Observer
+from inlay.recipe import Recipe
+
+__all__ = ["KV_CACHES", "ObserverChoice", "Wanted", "run_observer_file"]
+
+KV_CACHES: dict[str, dict[str, Any]] = {
+    "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+    "int8": {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": True},
+}
+_PARTS = {
+    "weights": "weights",
+    "weight": "weights",
+    "input": "input_activations",
+    "inputs": "input_activations",
+    "output": "output_activations",
+    "outputs": "output_activations",
+    "kv-cache": "kv_cache_scheme",
+    "kv_cache": "kv_cache_scheme",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserverChoice:
+    """An observer for one part of what is quantized: `input=histogram:method=entropy,norm=2`."""
+
+    part: str
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> "ObserverChoice":
+        choice, _, settings = text.partition(":")
+        part, _, name = choice.partition("=")
+        if part not in _PARTS or not name:
+            raise ConfigurationError(
+                f"{text!r} is not PART=NAME or PART=NAME:KEY=VALUE,…, where PART is weights, "
+                "input, output or kv-cache"
+            )
+        return cls(part=part, name=name, settings=dict(map(_setting, _listed(settings))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What to quantize: a preset or a recipe in a file, and what is said on top of it.
+
+    :param ignore: names of modules; `none` stands for not even the head of a language model
+    """
+
+    scheme: str | None = None
+    file: Path | None = None
+    observers: tuple[ObserverChoice, ...] = ()
+    ignore: tuple[str, ...] = ()
+    kv_cache: str | None = None
+
+    def recipe_for(self, model: nn.Module) -> Recipe:
+        config: QuantizationConfig = self._start().config.model_copy(deep=True)
+        ignore = [*(config.ignore or []), *self._ignored(model)]
+        config.ignore = list(dict.fromkeys(ignore))
+        if self.kv_cache is not None:
+            config.kv_cache_scheme = QuantizationArgs(**KV_CACHES[self.kv_cache])
+        for choice in self.observers:
+            _choose(config, choice, self.scheme or str(self.file))
+        return Recipe.from_config(config)
+
+    def _start(self) -> Recipe:
+        if self.scheme is not None and self.file is None:
+            return Recipe.from_preset(self.scheme)
+        if self.file is not None and self.scheme is None:
+            return Recipe.from_yaml(self.file)
+        raise ConfigurationError("say what to quantize with either a scheme or a recipe")
+
+    def _ignored(self, model: nn.Module) -> list[str]:
+        names = [name for name in self.ignore if name != "none"]
+        # A recipe in a file says itself what it ignores.
+        is_head_kept = self.scheme is not None and "none" not in self.ignore
+        return [*names, *_head(model)] if is_head_kept else names
+
+
+def run_observer_file(path: Path) -> list[str]:
+    """Execute a Python file and return the names of the observers that it registers."""
+    before = set(Observer.registered_names())
+    name = f"inlay_observer_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # what is traced or copied is looked up by its module's name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigurationError(f"{path} fails with {type(error).__name__}: {error}") from error
+    added = [name for name in Observer.registered_names() if name not in before]
+    if not added:
+        raise ConfigurationError(
+            f'{path} registers no observer; decorate its class with @Observer.register("name")'
+        )
+    return added
+
+
+def _choose(config: QuantizationConfig, choice: ObserverChoice, source: str) -> None:
+    """Set the observer of one part, in every group that observes that part."""
+    field_name = _PARTS[choice.part]
+    is_cache = field_name == "kv_cache_scheme"
+    owners = [config] if is_cache else list(config.config_groups.values())
+    quantizing = [owner for owner in owners if getattr(owner, field_name) is not None]
+    if not quantizing:
+        hint = "add --kv-cache" if is_cache else "choose another scheme, or a recipe that does"
+        raise ConfigurationError(f"{source} does not quantize {choice.part}; {hint}")
+    observing = [owner for owner in quantizing if getattr(owner, field_name).dynamic is not True]
+    if not observing:
+        raise ConfigurationError(
+            f"{source} quantizes {choice.part} dynamically, which needs no observer; a static "
+            "scheme such as W8A8_STATIC or FP8 does"
+        )
+    for owner in observing:
+        args = getattr(owner, field_name)
+        change = {"observer": choice.name, "observer_kwargs": dict(choice.settings)}
+        setattr(owner, field_name, args.model_copy(update=change))
+
+
+def _head(model: nn.Module) -> list[str]:
+    """The layer from which a language model reads its next token, where errors show most."""
+    if not getattr(model, "can_generate", bool)():
+        return []
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return [name for name, module in model.named_modules() if module is head][:1]
+
+
+def _listed(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ConfigurationError(f"the setting {text!r} of an observer is not KEY=VALUE")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        return key, value

@@ -1,0 +1,105 @@
+"""Formats and plans in words, for people."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from compressed_tensors.quantization import QuantizationArgs
+from rich.tree import Tree
+
+from inlay.recipe import default_observer
+from inlay.slots import Plan, Slot
+
+__all__ = ["format_in_words", "slot_in_words", "tree_of"]
+
+
+def format_in_words(args: QuantizationArgs | None) -> str:
+    """How values are quantized: "int4 in groups of 128, asymmetric"."""
+    if args is None:
+        return "–"  # noqa: RUF001
+    words = f"{'fp' if args.type == 'float' else 'int'}{args.num_bits} {_division(args)}"
+    words += "" if args.symmetric else ", asymmetric"
+    if args.dynamic == "local":
+        return f"{words}, global scale observed"
+    return f"{words}, dynamic" if args.dynamic else words
+
+
+def slot_in_words(slot: Slot) -> str:
+    """What is quantized how, and what observes it."""
+    words = f"{slot.base_name} {format_in_words(slot.args)}"
+    if not slot.is_observed:
+        return words
+    return f"{words} ({slot.args.observer or default_observer(slot.base_name)})"
+
+
+def tree_of(plan: Plan, root: str) -> Tree:
+    """The modules of a plan with what is quantized of them; what looks the same is shown once."""
+    tree = Tree(root)
+    _add(tree, _modules(plan.slots.values()))
+    return tree
+
+
+@dataclass
+class _Module:
+    """A module as the tree shows it. Two that are equal look the same."""
+
+    slots: list[str] = field(default_factory=list)
+    inner: dict[str, "_Module"] = field(default_factory=dict)
+
+
+def _division(args: QuantizationArgs) -> str:
+    strategy = getattr(args.strategy, "value", args.strategy)
+    if strategy in ("group", "tensor_group"):
+        return f"in groups of {args.group_size}"
+    if strategy == "block" and args.block_structure is not None:
+        return f"in blocks of {'x'.join(map(str, args.block_structure))}"
+    return "per head" if strategy == "attn_head" else f"per {strategy}"
+
+
+def _modules(slots: Iterable[Slot]) -> _Module:
+    root = _Module()
+    for slot in slots:
+        module = root
+        for part in slot.module.split("."):
+            module = module.inner.setdefault(part, _Module())
+        module.slots.append(slot_in_words(slot))
+    return root
+
+
+def _add(tree: Tree, module: _Module) -> None:
+    for name, inner in _rows(module.inner):
+        # A module that only holds another one does not need a line.
+        while not inner.slots and (held := _only(inner)) is not None:
+            name, inner = f"{name}.{held[0]}", held[1]
+        label = f"{name}: {'; '.join(inner.slots)}" if inner.slots else name
+        _add(tree.add(label), inner)
+
+
+def _only(module: _Module) -> tuple[str, _Module] | None:
+    rows = list(_rows(module.inner))
+    return rows[0] if len(rows) == 1 and "," not in rows[0][0] else None
+
+
+def _rows(inner: dict[str, _Module]) -> Iterator[tuple[str, _Module]]:
+    """Modules by name, with neighbours that look the same as one: `0 … 29` or `gate, up`."""
+    run: list[str] = []
+    for name in inner:
+        if run and not _continues(run[-1], name, inner):
+            yield _label(run), inner[run[0]]
+            run = []
+        run.append(name)
+    if run:
+        yield _label(run), inner[run[0]]
+
+
+def _continues(before: str, name: str, inner: dict[str, _Module]) -> bool:
+    if inner[name] != inner[before]:
+        return False
+    if before.isdecimal() and name.isdecimal():
+        return int(name) == int(before) + 1
+    return not inner[name].inner  # modules that hold others have a line each
+
+
+def _label(run: list[str]) -> str:
+    if len(run) > 1 and run[0].isdecimal():
+        return f"{run[0]} … {run[-1]}"
+    return ", ".join(run)

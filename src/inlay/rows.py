@@ -1,0 +1,187 @@
+"""Rows: texts, chats and token ids, one a sample, on their way to becoming a batch."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, Literal
+
+import torch
+
+from inlay.errors import ConfigurationError
+
+__all__ = ["Row", "Tokenization", "read_rows", "row_of"]
+
+Encoded = dict[str, list[int]]
+
+_IDS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One sample that is not tokenized yet, or not padded.
+
+    :param place: where it stands, in errors: "chat.jsonl, line 7"
+    :param content: a text, a list of messages, or ids by their name
+    """
+
+    place: str
+    kind: Literal["text", "messages", "input_ids"]
+    content: Any
+
+
+def row_of(record: Any, place: str) -> Row | None:
+    """The row in a text or in a mapping; none in a blank text."""
+    if isinstance(record, str):
+        return Row(place=place, kind="text", content=record) if record.strip() else None
+    if not isinstance(record, Mapping):
+        raise ConfigurationError(
+            f"{place} is a {type(record).__name__}; expected a text, or a mapping with text, "
+            "messages or input_ids"
+        )
+    if record.get("input_ids") is not None:
+        ids = {name: _numbers(record[name], name, place) for name in _IDS if name in record}
+        return Row(place=place, kind="input_ids", content=ids)
+    if isinstance(record.get("text"), str):
+        return row_of(record["text"], place)
+    if isinstance(record.get("messages"), Sequence) and record["messages"]:
+        return Row(place=place, kind="messages", content=list(record["messages"]))
+    raise ConfigurationError(
+        f"{place} has {', '.join(map(str, record)) or 'nothing'}; expected text, messages or "
+        "input_ids"
+    )
+
+
+def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """Rows of a `.txt` or `.jsonl` file, read as they are asked for. Blank lines are skipped."""
+    path = Path(path)
+    if path.suffix.lower() not in (".txt", ".jsonl"):
+        raise ConfigurationError(
+            f"{path} is neither .txt (a text a line) nor .jsonl (a line with text or messages); "
+            "to calibrate on a single text, pass it in a list"
+        )
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        place = f"{path.name}, line {number}"
+        record = _parse(line, place) if path.suffix.lower() == ".jsonl" else line
+        row = row_of(record, place)
+        if row is not None:
+            yield row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenization:
+    """How rows become a batch.
+
+    :param tokenizer: one of transformers; None if rows are token ids already
+    :param max_length: what is longer is cut, if the tokenizer does not cut earlier
+    """
+
+    tokenizer: Any
+    max_length: int
+
+    def batch(self, rows: Iterable[Row]) -> dict[str, torch.Tensor]:
+        """The rows as one batch, padded to the longest, the padding masked out."""
+        encoded = [self._encode(row) for row in rows]
+        longest = max(len(row["input_ids"]) for row in encoded)
+        names = [name for name in encoded[0] if all(name in row for row in encoded)]
+        return {
+            name: torch.tensor([self._padded(row[name], name, longest) for row in encoded])
+            for name in names
+        }
+
+    def _encode(self, row: Row) -> Encoded:
+        if row.kind == "input_ids":
+            encoded = {name: ids[: self.max_length] for name, ids in row.content.items()}
+        else:
+            encoded = self._tokenized(row)
+        ids = encoded["input_ids"]
+        if not ids:
+            raise ConfigurationError(f"{row.place} has no tokens; leave it out")
+        encoded.setdefault("attention_mask", [1] * len(ids))
+        for name, values in encoded.items():
+            if len(values) != len(ids):
+                raise ConfigurationError(
+                    f"{row.place} has {len(ids)} input_ids but {len(values)} in {name}"
+                )
+        return encoded
+
+    def _tokenized(self, row: Row) -> Encoded:
+        if self.tokenizer is None:
+            raise ConfigurationError(
+                f"{row.place} is text; pass the model's tokenizer with it: tokenizer=…"
+            )
+        # Beyond the length that the tokenizer knows of, models have no positions.
+        limit = getattr(self.tokenizer, "model_max_length", self.max_length)
+        cut = {"truncation": True, "max_length": min(self.max_length, limit)}
+        found = (
+            self._chat(row, cut) if row.kind == "messages" else self.tokenizer(row.content, **cut)
+        )
+        return {name: list(found[name]) for name in _IDS if name in found}
+
+    def _chat(self, row: Row, cut: dict[str, Any]) -> Any:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ConfigurationError(
+                f"{row.place} has messages, but the tokenizer has no chat template; set "
+                "tokenizer.chat_template, or write the conversations out as text"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                row.content, tokenize=True, return_dict=True, **cut
+            )
+        except Exception as error:  # a template is a program of the model's author
+            raise ConfigurationError(
+                f"{row.place} does not fit the tokenizer's chat template: {error}"
+            ) from error
+
+    def _padded(self, values: list[int], name: str, length: int) -> list[int]:
+        fill = [self._padding_id() if name == "input_ids" else 0] * (length - len(values))
+        is_left = getattr(self.tokenizer, "padding_side", "right") == "left"
+        return fill + values if is_left else values + fill
+
+    def _padding_id(self) -> int:
+        # Which one it is does not matter where the mask is heeded, as long as it exists.
+        for name in ("pad_token_id", "eos_token_id"):
+            found = getattr(self.tokenizer, name, None)
+            if isinstance(found, int):
+                return found
+        return 0
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield _decoded(line, number, path)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _decoded(line: bytes, number: int, path: Path) -> str:
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{path.name}, line {number} is not UTF-8: byte {error.start + 1} is "
+            f"{line[error.start]:#04x}; save the file as UTF-8"
+        ) from error
+    return text.rstrip("\r\n")
+
+
+def _parse(line: str, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{place} is not JSON: {error}") from error
+
+
+def _numbers(values: Any, name: str, place: str) -> list[int]:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ConfigurationError(
+            f"{place}: {name} must be a list of whole numbers, got {short(values)}"
+        )
+    return values
