@@ -115,7 +115,7 @@ class Calibration:
         return [*self._backend.graphs, *self._observing.graphs]
 
     def _compile_for_statistics(self) -> Callable[..., Any]:
-        model = self._live_model()
+        model = self.model
         # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
         whole = torch.compile(model, backend=self._observing, fullgraph=True)
         parts = torch.compile(model, backend=self._backend)
@@ -129,7 +129,9 @@ class Calibration:
 
         return run
 
-    def _live_model(self) -> nn.Module:
+    @property
+    def model(self) -> nn.Module:
+        """The model, for as long as its owner keeps it."""
         model = self._model()
         if model is None:
             raise ConfigurationError("the model is gone; keep it for as long as it is calibrated")
@@ -150,7 +152,7 @@ class Calibration:
         """
         if self.statistics.qparams is None:
             raise ConfigurationError("finalize the calibration before asking for the result")
-        gm = torch.export.export(self._live_model(), args, kwargs).module(check_guards=False)
+        gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
         assert isinstance(gm, GraphModule)
         whole = [p for p in (*self._backend.passes, *FINALIZE) if p is not OutlineRepeats]
         plan = self.statistics.plan
@@ -170,13 +172,14 @@ class Calibration:
         overwrite: bool = False,
         max_shard_size: int | str = "5GB",
         report: bool = True,
-        accept: Collection[str] = (),
     ) -> Path:
         """Write the quantized model, its statistics and a report into a new folder.
 
+        Modules with a slot that `finalize` was told to accept without statistics are written in
+        full precision.
+
         :param folder: refused if it has something in it, unless `overwrite`
         :param report: whether to compare the model before and after, and show what was found
-        :param accept: see `finalize`; modules concerned are written in full precision
         :return: the folder
         """
         from inlay.saving import save
@@ -187,7 +190,6 @@ class Calibration:
             overwrite=overwrite,
             max_shard_size=max_shard_size,
             report=report,
-            accept=accept,
         )
 
     def explain(self) -> str:

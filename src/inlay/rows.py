@@ -138,9 +138,9 @@ class Tokenization:
             ) from error
 
     def _padded(self, values: list[int], name: str, length: int) -> list[int]:
-        fill = [self._padding_id() if name == "input_ids" else 0] * (length - len(values))
-        is_left = getattr(self.tokenizer, "padding_side", "right") == "left"
-        return fill + values if is_left else values + fill
+        # On the right, whatever the tokenizer does for generation: there a token's position is the
+        # one it has without padding, also for models that do not look at the mask for that.
+        return values + [self._padding_id() if name == "input_ids" else 0] * (length - len(values))
 
     def _padding_id(self) -> int:
         # Which one it is does not matter where the mask is heeded, as long as it exists.

@@ -68,7 +68,7 @@ def calibrate(
                 samples=samples,
                 batch_size=batch_size,
                 held_out=held_out,
-                vocabulary=getattr(getattr(model, "config", None), "vocab_size", None),
+                vocabulary=_vocabulary(model),
             )
         )
     options = {"compiler": compiler, "count_padding": count_padding, "progress": progress}
@@ -236,6 +236,15 @@ def _moved(batch: Any, model: nn.Module) -> Any:
 
 def _on(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """How many token ids the model has embeddings for, if it says so."""
+    try:
+        embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    return getattr(embeddings, "num_embeddings", None)
 
 
 def _name_of(model: nn.Module) -> str:

@@ -1,6 +1,5 @@
 """A calibration as a folder: checkpoint, statistics, recipe, report."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +24,12 @@ def save(
     overwrite: bool,
     max_shard_size: int | str,
     report: bool,
-    accept: Collection[str],
 ) -> Path:
     """Write everything under a temporary name, and give it its own when it is complete."""
     if calibration.qparams is None:
         raise ConfigurationError("finalize the calibration before saving it")
-    model, statistics = calibration._live_model(), calibration.statistics
+    model, statistics = calibration.model, calibration.statistics
+    accept = statistics.accepted
     record = calibration.record or Record(model=type(model).__name__, data="")
     require_servable(statistics.plan, calibration.qparams, accept=accept)
     stages = Stages()

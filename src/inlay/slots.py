@@ -186,9 +186,12 @@ def _require_fitting_weights(model: nn.Module, slots: Iterable[Slot]) -> None:
         except ObservationError as error:
             problems[slot.module] = str(error).removeprefix("weight: ")
     if problems:
+        alike: dict[str, list[str]] = {}
+        for name, problem in problems.items():
+            alike.setdefault(problem, []).append(name)
         raise ConfigurationError(
             "the recipe does not fit these weights: "
-            + "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+            + "; ".join(f"{', '.join(names)}: {problem}" for problem, names in alike.items())
         )
 
 

@@ -48,6 +48,7 @@ class Statistics:
         # Statistics of an earlier run, by slot: what a state starts with when it is made.
         self._stored: dict[str, SlotStatistics] = {}
         self._folded: dict[str, torch.Tensor] = {}
+        self.accepted: frozenset[str] = frozenset()  # problems that `finalize` was told to accept
 
     @property
     def is_final(self) -> bool:
@@ -169,6 +170,7 @@ class Statistics:
             )
         if self.qparams is None:
             self.qparams = self._compute(frozenset(accept))
+            self.accepted = frozenset(accept)
         return self.qparams
 
     def _compute(self, accept: frozenset[str]) -> dict[str, QParamsDict]:

@@ -99,13 +99,13 @@ def calibrate(
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
     data: Annotated[
-        Path,
+        Path | None,
         file_option(
             "--data",
             help=".txt with a text a line, or .jsonl with [b]text[/b] or [b]messages[/b].",
             panel=DATA,
         ),
-    ],
+    ] = None,
     samples: Annotated[
         int, typer.Option(min=1, help="How many texts calibrate.", rich_help_panel=DATA)
     ] = 512,
@@ -148,7 +148,8 @@ def calibrate(
     from inlay.rows import read_rows
     from inlay.run import calibrate as run
 
-    next(read_rows(data), None)  # a file that cannot be read is refused before the model is loaded
+    if data is not None:
+        next(read_rows(data), None)  # what cannot be read is refused before the model is loaded
     calm_transformers(quiet)
     source: dict[str, Any] = {
         "trust_remote_code": trust_remote_code,
