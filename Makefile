@@ -25,7 +25,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy -p inlay
 
 # The editable install links every source file by name, so a new or a lost file asks for it again.
-SOURCES := $(sort $(shell find src passes -name '*.py' -o -name py.typed))
+SOURCES := $(sort $(shell find src passes -type f -not -name '*.pyc' -not -path '*.egg-info*'))
 $(shell mkdir -p build && echo '$(SOURCES)' | cmp -s - build/sources || echo '$(SOURCES)' > build/sources)
 
 $(VENV)/.installed: pyproject.toml constraints.txt build/sources
