@@ -1,6 +1,7 @@
 """The errors Inlay raises. All of them are `InlayError`."""
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "GraphError",
     "InlayError",
@@ -27,3 +28,7 @@ class StatisticsError(InlayError, RuntimeError):
 
 class GraphError(InlayError, RuntimeError):
     """A graph is not what a pass needs or promises."""
+
+
+class CheckpointError(InlayError, OSError):
+    """Something could not be written; what was there before still is."""

@@ -1,0 +1,95 @@
+"""Tensors into safetensors files of a limited size, named as transformers names them."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from inlay.errors import CheckpointError, ConfigurationError
+
+__all__ = ["Shards", "size_in_bytes"]
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class Shards:
+    """Takes tensors one after another and writes a file whenever one is full.
+
+    How many files there will be is known only in the end, so that is when they get their names.
+    """
+
+    def __init__(self, folder: Path, max_size: int) -> None:
+        self.folder = folder
+        self.max_size = max_size
+        self.total_size = 0
+        self._names: list[set[str]] = []  # of each file that is written
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_size = 0
+        self._addresses: set[int] = set()
+
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take tensors in. They must not change until the shards are closed."""
+        for name, tensor in tensors.items():
+            if name in self._pending or any(name in names for names in self._names):
+                raise ConfigurationError(f"two tensors of the model would be saved as {name}")
+            size = tensor.numel() * tensor.element_size()
+            if self._pending and self._pending_size + size > self.max_size:
+                self._write()
+            self._pending[name] = self._own(tensor.detach().cpu().contiguous())
+            self._pending_size += size
+            self.total_size += size
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A file cannot hold the same memory under two names."""
+        if tensor.data_ptr() in self._addresses:
+            tensor = tensor.clone()
+        self._addresses.add(tensor.data_ptr())
+        return tensor
+
+    def _write(self) -> None:
+        path = self._path(len(self._names))
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(f"{error} (writing {path.name})") from error
+        self._names.append(set(self._pending))
+        self._pending, self._pending_size, self._addresses = {}, 0, set()
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"shard-{index}.safetensors"
+
+    def close(self, *, parameters: int) -> None:
+        """Write what is left, name the files, and write the index if there are several.
+
+        :param parameters: how many parameters the model has, for the index
+        """
+        if self._pending or not self._names:
+            self._write()
+        weight_map = {}
+        for index, names in enumerate(self._names):
+            final = _file_name(index, len(self._names))
+            self._path(index).rename(self.folder / final)
+            weight_map.update(dict.fromkeys(sorted(names), final))
+        if len(self._names) > 1:
+            metadata = {"total_parameters": parameters, "total_size": self.total_size}
+            index_text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+            (self.folder / "model.safetensors.index.json").write_text(index_text + "\n")
+
+
+def size_in_bytes(size: int | str) -> int:
+    """`"5GB"` as a number. Units are KB, MB, GB, TB and KiB, MiB, GiB, TiB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
+        raise ConfigurationError(f'{size!r} is not a size; write it as "5GB" or "500MB"')
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def _file_name(index: int, count: int) -> str:
+    if count == 1:
+        return "model.safetensors"
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
