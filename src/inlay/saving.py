@@ -7,11 +7,12 @@ import yaml
 
 from inlay import report as report_page
 from inlay.calibration import Calibration
-from inlay.checkpoint import require_servable, save_checkpoint
+from inlay.checkpoint import save_checkpoint
 from inlay.compare import compare
 from inlay.errors import ConfigurationError
 from inlay.files import new_folder, write_atomically
 from inlay.record import Record, Stages
+from inlay.servable import require_servable
 from inlay.summary import report_of
 
 __all__ = ["save"]
@@ -53,7 +54,9 @@ def save(
             with stages("comparing"):
                 comparison = compare(model, calibration, calibration.held_out)
             record = replace(record, stages=(*record.stages, *stages.as_tuple()))
-            data = report_of(calibration, comparison, record=record, sizes=sizes)
+            data = report_of(
+                calibration, comparison, record=record, sizes=(sizes.before, sizes.after)
+            )
             write_atomically(partial / "report.json", data.to_json())
             report_page.write(data, partial / "report.html")
     return Path(folder)
