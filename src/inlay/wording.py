@@ -1,0 +1,89 @@
+"""Recipes and formats in words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from compressed_tensors.quantization import (
+    DynamicType,
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStrategy,
+)
+
+__all__ = ["format_in_words", "recipe_text", "scheme_in_words"]
+
+# What says nothing about how to quantize, or is worked out anew from the rest.
+_STATE_OF_CONFIG = {"format", "global_compression_ratio", "quant_method", "quantization_status"}
+
+
+def format_in_words(args: QuantizationArgs, base_name: str) -> str:
+    """How a value is quantized, such as "int8 per tensor, asymmetric, static"."""
+    parts = [f"{_number(args)} {_strategy(args)}", "symmetric" if args.symmetric else "asymmetric"]
+    if base_name != "weight":
+        parts.append(_when(args))
+    return ", ".join(parts)
+
+
+def scheme_in_words(config: QuantizationConfig) -> str:
+    """The schemes of a recipe in short, such as "W8A8 int, static"."""
+    schemes = dict.fromkeys(_scheme(scheme) for scheme in config.config_groups.values())
+    words = " and ".join(schemes)
+    if config.kv_cache_scheme is not None:
+        words += f", {_number(config.kv_cache_scheme)} kv cache"
+    return words
+
+
+def recipe_text(config: QuantizationConfig) -> str:
+    """The config as YAML that `Recipe.from_yaml` reads, without what is not set."""
+    content = config.model_dump(mode="json", exclude=_STATE_OF_CONFIG)
+    text: str = yaml.safe_dump(
+        _without_empty(content), sort_keys=False, default_flow_style=None, allow_unicode=True
+    )
+    return text
+
+
+def _number(args: QuantizationArgs) -> str:
+    return f"{_value(args.type)}{args.num_bits}"
+
+
+def _strategy(args: QuantizationArgs) -> str:
+    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+        return f"in groups of {args.group_size} under a global scale"
+    if args.strategy == QuantizationStrategy.GROUP:
+        return f"in groups of {args.group_size}"
+    if args.strategy == QuantizationStrategy.BLOCK:
+        return f"in blocks of {' by '.join(map(str, args.block_structure))}"
+    if args.strategy == QuantizationStrategy.ATTN_HEAD:
+        return "per head"
+    return f"per {_value(args.strategy)}"
+
+
+def _when(args: QuantizationArgs) -> str:
+    """When scales are computed."""
+    if args.dynamic == DynamicType.LOCAL:
+        return "dynamic but for the global scale"
+    return "dynamic" if args.dynamic else "static"
+
+
+def _scheme(scheme: QuantizationScheme) -> str:
+    weights, inputs = scheme.weights, scheme.input_activations
+    if weights is None and inputs is None:
+        return "outputs only"
+    # What is not quantized is written as 16 bits, whatever the dtype of the model.
+    bits = [16 if args is None else args.num_bits for args in (weights, inputs)]
+    types = dict.fromkeys(_value(args.type) for args in (weights, inputs) if args is not None)
+    words = f"W{bits[0]}A{bits[1]} {'/'.join(types)}"
+    return words if inputs is None else f"{words}, {'dynamic' if inputs.dynamic else 'static'}"
+
+
+def _value(member: Any) -> str:
+    return str(getattr(member, "value", member))
+
+
+def _without_empty(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    parts = {key: _without_empty(part) for key, part in value.items()}
+    return {key: part for key, part in parts.items() if part not in (None, {}, [])}
