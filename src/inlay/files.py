@@ -152,8 +152,12 @@ def _move_in(partial: Path, target: Path) -> None:
 
 def _flush_tree(folder: Path) -> None:
     """Have everything on the disk before the rename, which may otherwise get there first."""
+    mask = os.umask(0)
+    os.umask(mask)
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
+            # Some libraries write for the owner's eyes only; a checkpoint is there to be served.
+            (Path(root) / name).chmod(0o666 & ~mask)
             _flush(Path(root) / name)
         _flush(Path(root))
 

@@ -178,7 +178,15 @@ class Statistics:
         observers.update(self._weight_observers(accept))
         qparams: dict[str, QParamsDict] = {}
         broken = []
-        for name, observer in observers.items():
+        known: dict[int, str] = {}  # slots that share a state share what follows from it
+        for name, observer in watched(
+            observers.items(), "computing scales", show=self.show_progress
+        ):
+            state = self._states.get(name)
+            alike = None if state is None else known.setdefault(id(state), name)
+            if alike in qparams:
+                qparams[name] = qparams[alike]
+                continue
             try:
                 qparams[name] = observer.get_qparams()
             except StatisticsError as error:
