@@ -366,12 +366,22 @@ def test_nothing_held_out_or_nothing_to_compare() -> None:
     assert texts(report_of(calibration, Comparison(batches=2, changes=(change,))), None) == []
 
 
-def test_tokens_where_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_counted_where_values_are_observed() -> None:
     model = Stack(depth=2)
     calibration = finalized(model, STATIC, {"x": torch.randn(4, 16), "use_spare": True})
-    monkeypatch.setattr(type(calibration.statistics), "tokens", lambda self, slot: 4, raising=False)
     tokens = {slot.name: slot.tokens for slot in report_of(calibration).slots}
     assert (tokens["spare.input"], tokens["spare.weight"]) == (4, None)
+
+
+def test_stored_statistics_are_reported_as_well() -> None:
+    model = Stack(depth=2)
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs=HISTOGRAM)
+    calibration = finalized(model, recipe, {"x": torch.randn(4, 16), "use_spare": True})
+    again = Calibration(model, recipe, compiler="eager")
+    again.statistics.restore(calibration.statistics.snapshot())
+    again.finalize()
+    expected = report_of(calibration)
+    assert replace(report_of(again), created=expected.created) == expected
 
 
 # Remarks

@@ -147,7 +147,7 @@ class _SlotRecords:
         self._bins = max(_FEWEST_BINS, min(_BINS, share))
         self._layers = {layer.module: layer for layer in layers}
         # Slots that share their statistics share what is made of them.
-        self._known: dict[int, dict[str, Any]] = {}
+        self._known: dict[str, dict[str, Any]] = {}
 
     def all(self) -> tuple[SlotRecord, ...]:
         return tuple(self._record(slot) for slot in self._slots)
@@ -184,12 +184,13 @@ class _SlotRecords:
         return {"low": low, "high": high, "distribution": picture}
 
     def _of_activation(self, slot: Slot, clip: Clip) -> dict[str, Any]:
-        state = self._statistics._states.get(slot.name)
-        if state is None or not int(state.seen):
+        if not slot.is_observed or not self._statistics.seen(slot):
             return {}
-        if id(state) not in self._known:
-            self._known[id(state)] = self._of_observer(state.observed(), clip)
-        return self._known[id(state)]
+        owner = next(iter(self._statistics.shared_with(slot)), slot).name
+        if owner not in self._known:
+            observer = self._statistics.activation_observer(slot)
+            self._known[owner] = self._of_observer(observer, clip)
+        return self._known[owner]
 
     def _of_observer(self, observer: Observer, clip: Clip) -> dict[str, Any]:
         if not (hasattr(observer, "min_vals") and hasattr(observer, "max_vals")):
@@ -202,10 +203,9 @@ class _SlotRecords:
         return found
 
     def _tokens(self, slot: Slot) -> int | None:
-        count = getattr(self._statistics, "tokens", None)
-        if count is None or slot.base_name == "weight" or not slot.is_observed:
+        if slot.base_name == "weight" or not slot.is_observed:
             return None
-        return cast("int | None", count(slot))
+        return self._statistics.tokens(slot)
 
     def _sqnr(self, slot: Slot) -> float | None:
         layer = self._layers.get(slot.module)
