@@ -29,7 +29,7 @@ from inlay.servable import describe_unusable, needed_qparams, require_servable
 from inlay.shards import Shards, size_in_bytes
 from inlay.slots import Plan, Slot
 
-__all__ = ["CheckpointSizes", "save_checkpoint"]
+__all__ = ["CheckpointSizes", "require_servable", "save_checkpoint"]
 
 
 @dataclass(frozen=True, kw_only=True)
