@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--download", action="store_true")
     parser.add_argument("--text", type=Path, required=True, help="a text a line; the last 12 judge")
     parser.add_argument("--question", default="Why is the sky blue? Answer in one sentence.")
+    parser.add_argument("--only", choices=RUNS, help="one of the runs instead of all")
     parser.add_argument("--out", type=Path, default=Path("build/language_model"))
     arguments = parser.parse_args()
     options = {"gguf_file": arguments.gguf, "download": arguments.download}
@@ -49,7 +50,8 @@ def main() -> None:
     table.add_row(
         "float32", *row(model, tokenizer, test, 0.0, arguments.question), end_section=True
     )
-    for name, (scheme, changes) in RUNS.items():
+    for name in [arguments.only] if arguments.only else RUNS:
+        scheme, changes = RUNS[name]
         torch._dynamo.reset()
         recipe = inlay.Recipe.from_preset(scheme, ignore=["lm_head"], **changes)
         start = time.perf_counter()

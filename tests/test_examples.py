@@ -41,12 +41,45 @@ def test_example_runs(name: str, line: str) -> None:
 
 
 @pytest.mark.slow
-def test_demo_runs() -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("observers_on_minilm.py", ["W8A8", "NVFP4", "imatrix_mse", "37 Linear layers"]),
+        ("demo.py", ["W8A8_STATIC", "W4A16", "report of W4A16"]),
+    ],
+)
+def test_examples_with_a_real_model(name: str, words: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, check=True
+        [sys.executable, str(EXAMPLES / name), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    for word in ("W8A8", "NVFP4", "imatrix_mse", "37 Linear layers"):
+    for word in words:
         assert word in done.stdout
+    if name == "demo.py":
+        assert (tmp_path / "W8A8_STATIC" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_example_with_a_language_model(tmp_path: Path) -> None:
+    from families import llama
+    from tokens import CHAT, text_of, word_tokenizer
+
+    llama().save_pretrained(tmp_path / "model")
+    word_tokenizer(chat_template=CHAT).save_pretrained(tmp_path / "model")
+    texts = [text_of(list(range(start, start + 9))) for start in range(30)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    command = [sys.executable, str(EXAMPLES / "language_model.py"), str(tmp_path / "model")]
+    options = ["--text", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [*command, *options, "--only", "W8A8, dynamic", "--question", "w1 w2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "float32" in done.stdout
+    assert "W8A8, dynamic" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["observe_a_weight.py", "calibrate_in_the_graph.py"])

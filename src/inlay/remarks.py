@@ -132,8 +132,9 @@ def _outliers(slots: Iterable[SlotRecord], are_clipped: bool) -> list[Remark]:
     return _grouped(
         found,
         "slots have outliers that set their scale",
-        "A few outliers set the scale, and all the rest shares a few steps; an observer that "
-        "clips, such as histogram or mse, or scales per token or per channel may help.",
+        "A few outliers set the scale, and all the rest shares a few steps; scales per token, as "
+        "dynamic schemes have them, help most. An observer that clips, such as histogram or mse, "
+        "helps only where the outliers do not matter.",
     )
 
 
