@@ -38,10 +38,11 @@ from inlay.validity import as_weights, fill_invalid
 
 __all__ = ["COMPILE_FROM", "RangeSearch"]
 
-# Elements from which an eager search is compiled. A kernel takes several seconds to compile, once
-# per format, and saves time on every tensor after that; a model whose weights are smaller than
-# this would wait longer for the compiler than for the search.
-COMPILE_FROM = 2**20
+# Elements from which an eager search is compiled, once per format. By size alone, so that what is
+# found does not depend on the order of weights. The compiler is repaid after 30 to 140 weights of
+# this size, by format (`make bench` measures it): a model that has such weights has as many. With
+# smaller ones it would wait longer for the compiler than for the search.
+COMPILE_FROM = 2**21
 
 
 @dataclass(frozen=True, kw_only=True)

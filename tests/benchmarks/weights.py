@@ -47,7 +47,7 @@ def _repaid(name: str, label: str, args: QuantizationArgs) -> Row:
             5,
         )
     saved = taken["plain"].median - taken["kernel"].median
-    group = "compiling a search / saved per weight of 1024x1024"
+    group = f"compiling a search / saved per weight of {COMPILE_FROM // 1024}x1024"
     return Row(group, f"{name}, {label}", single(compiling / saved))
 
 
