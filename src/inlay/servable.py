@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.observers import FUSED_LAYER_NAMES, QParamsDict
+from inlay.observers import QParamsDict
 from inlay.slots import Plan, Slot
 from inlay.statistics import ACCEPTABLE
 
@@ -46,7 +46,7 @@ def require_servable(
         raise StatisticsError(
             f"{_count(refused)} would be served with scales that are not usable: "
             f"{'; '.join(map(str, refused))}. Run batches that reach them, ignore their modules in "
-            f"the recipe, or write these in full precision with accept={_as_set(words)}"
+            f"the recipe, or write these in full precision with finalize(accept={_as_set(words)})"
         )
     full_precision = frozenset(problem.slot.module for problem in problems)
     if full_precision >= {slot.module for slot in plan.slots.values()}:
@@ -125,7 +125,7 @@ def _refuse_unfused(
     plan: Plan, qparams: Mapping[str, QParamsDict], full_precision: frozenset[str]
 ) -> None:
     refused = []
-    for parent, members in _fused_groups(plan):
+    for parent, members in plan.fused_groups():
         for base_name in ("weight", "input"):
             kinds = {
                 member: _shared_kind(f"{parent}{member}", base_name, plan, qparams, full_precision)
@@ -138,7 +138,8 @@ def _refuse_unfused(
         raise StatisticsError(
             "layers that are served as one need one global scale, and have: "
             + "; ".join(refused)
-            + '. Quantize or ignore all of them alike, or accept it with accept={"unfused"}'
+            + ". Quantize or ignore all of them alike, or accept it with "
+            'finalize(accept={"unfused"})'
         )
 
 
@@ -158,16 +159,6 @@ def _shared_kind(
     value = qparams[slot.name].get("global_scale")
     assert isinstance(value, torch.Tensor)
     return f"global scale {value.item():.9g}"
-
-
-def _fused_groups(plan: Plan) -> Iterable[tuple[str, list[str]]]:
-    parents = {slot.module.rpartition(".")[0] for slot in plan.weight_slots()}
-    for parent in sorted(parents):
-        prefix = f"{parent}." if parent else ""
-        for group in FUSED_LAYER_NAMES:
-            members = [name for name in group if f"{prefix}{name}" in plan.kinds]
-            if len(members) > 1:
-                yield prefix, members
 
 
 def _count(problems: list[_Problem]) -> str:

@@ -22,7 +22,7 @@ from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
 from inlay.errors import ConfigurationError, ObservationError
-from inlay.observers import flatten_for_calibration
+from inlay.observers import FUSED_LAYER_NAMES, flatten_for_calibration
 from inlay.recipe import Recipe
 
 __all__ = ["Plan", "Slot", "annotate", "slots_of"]
@@ -125,6 +125,16 @@ class Plan:
 
     def weight_slots(self) -> Iterable[Slot]:
         return (slot for slot in self.slots.values() if slot.base_name == "weight")
+
+    def fused_groups(self) -> Iterable[tuple[str, list[str]]]:
+        """Parents whose children are served as one, and those of the children that there are."""
+        parents = {slot.module.rpartition(".")[0] for slot in self.weight_slots()}
+        for parent in sorted(parents):
+            prefix = f"{parent}." if parent else ""
+            for group in FUSED_LAYER_NAMES:
+                members = [name for name in group if f"{prefix}{name}" in self.kinds]
+                if len(members) > 1:
+                    yield prefix, members
 
     def activation_slots(self) -> Iterable[Slot]:
         """Slots that data must flow through before the recipe can be finalized."""

@@ -10,7 +10,6 @@ from torch import nn
 
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import (
-    FUSED_LAYER_NAMES,
     Observer,
     QParamsDict,
     sync_observers,
@@ -210,6 +209,7 @@ class Statistics:
                 f"{len(unobserved)} of {len(slots)} slots saw no data: {', '.join(unobserved)}. "
                 "Run batches that reach them, ignore their modules in the recipe, or leave them in "
                 'full precision with finalize(accept={"unobserved"})'
+                + _hint_for_attention(unobserved)
             )
         return {name: o for name, o in observers.items() if name not in set(unobserved)}
 
@@ -240,7 +240,7 @@ class Statistics:
     def _fuse(self, observers: dict[str, Observer], accept: frozenset[str]) -> None:
         """Link the observers of layers that share a global scale."""
         refused = []
-        for parent, members in self._fused_groups():
+        for parent, members in self.plan.fused_groups():
             group = {m: observers.get(f"{parent}{m}.weight") for m in members}
             formats = {m: _global_format(observer) for m, observer in group.items()}
             if not any(formats.values()):
@@ -257,17 +257,6 @@ class Statistics:
                 + '. Target or ignore all of them, or use finalize(accept={"unfused"})'
             )
 
-    def _fused_groups(self) -> Iterable[tuple[str, list[str]]]:
-        """Parents whose children are served as one, and those of the children that there are."""
-        parents = {slot.module.rpartition(".")[0] for slot in self.plan.weight_slots()}
-        known = set(self.plan.kinds)
-        for parent in sorted(parents):
-            prefix = f"{parent}." if parent else ""
-            for group in FUSED_LAYER_NAMES:
-                members = [name for name in group if f"{prefix}{name}" in known]
-                if len(members) > 1:
-                    yield prefix, members
-
     def _weight(self, slot: Slot) -> torch.Tensor:
         module = self._modules[slot.module]()
         if module is None:
@@ -275,6 +264,15 @@ class Statistics:
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         return weight
+
+
+def _hint_for_attention(unobserved: list[str]) -> str:
+    if not any(name.rpartition(".")[2] in ("q", "k", "v") for name in unobserved):
+        return ""
+    return (
+        ". Attention is observed where scaled_dot_product_attention computes it; load the model "
+        'with attn_implementation="sdpa"'
+    )
 
 
 def _names(slots: Iterable[Slot]) -> str:
