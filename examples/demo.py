@@ -48,7 +48,6 @@ def main(folder: Path) -> None:
         after = [embed(loaded, tokenizer, side) for side in zip(*pairs, strict=True)]
         kept = similarity(torch.cat(before), torch.cat(after))
         size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-        size -= (out / "statistics.safetensors").stat().st_size
         table.add_row(
             scheme,
             f"{size / 1e6:.1f} MB",

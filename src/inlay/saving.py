@@ -13,6 +13,7 @@ from inlay.errors import ConfigurationError
 from inlay.files import new_folder, write_atomically
 from inlay.record import Record, Stages
 from inlay.servable import require_servable
+from inlay.stored import FOLDER_NAME
 from inlay.summary import report_of
 
 __all__ = ["save"]
@@ -47,7 +48,8 @@ def save(
                 accept=accept,
                 progress=statistics.show_progress,
             )
-            calibration.stored(model=record.model, data=record.data).save(partial)
+            stored = calibration.stored(model=record.model, data=record.data)
+            stored.save(partial / FOLDER_NAME)
             config = calibration.recipe.config.model_dump(mode="json", exclude_none=True)
             write_atomically(partial / "recipe.yaml", yaml.safe_dump(config, sort_keys=False))
         if report:

@@ -19,9 +19,10 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 from inlay.recipe import default_observer
 
-__all__ = ["FILE_NAME", "Progress", "SlotStatistics", "StoredStatistics"]
+__all__ = ["FILE_NAME", "FOLDER_NAME", "Progress", "SlotStatistics", "StoredStatistics"]
 
 FILE_NAME = "statistics.safetensors"
+FOLDER_NAME = "statistics"  # in the folder of a checkpoint, where vLLM takes all safetensors for it
 _JSON_NAME = "statistics.json"
 _VERSION = 1
 _METADATA = "inlay"
@@ -146,9 +147,10 @@ class StoredStatistics:
 
     @classmethod
     def load(cls, path: str | Path) -> "StoredStatistics":
-        """Read what `save` wrote, from the file or from the folder it is in."""
+        """Read what `save` wrote: from the file, its folder, or the folder of a checkpoint."""
         path = Path(path)
-        file = path / FILE_NAME if path.is_dir() else path
+        inside = path / FOLDER_NAME / FILE_NAME
+        file = inside if inside.exists() else path / FILE_NAME if path.is_dir() else path
         try:
             with safe_open(file, framework="pt") as opened:
                 text = (opened.metadata() or {}).get(_METADATA)
