@@ -324,7 +324,7 @@ def test_usage_is_checked_first(folder: Path, texts: Path, tmp_path: Path) -> No
     recipe.write_text("preset: W8A8")
     both = ("--scheme", "W8A8", "--recipe", recipe)
     assert "give exactly one of them" in fails(*common, *both, code=2)
-    assert "Missing option '--data'" in fails("calibrate", folder, "--out", out, code=2)
+    assert "Missing option '--out'" in fails("calibrate", folder, "--data", texts, code=2)
     assert "No such command 'calibrat'" in fails("calibrat", code=2)
     assert "Invalid value for '--samples'" in fails(*common, "--samples", 0, code=2)
     assert not out.exists()
@@ -441,15 +441,22 @@ def test_control_c_in_a_real_process(tmp_path: Path) -> None:
     """Interrupted while a file of observers runs, which tells when it has begun."""
     path, begun = tmp_path / "slow.py", tmp_path / "begun"
     path.write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)")
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "inlay", "observers", "--observer-file", str(path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not begun.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Where tests run in the background, the signal is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not begun.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert (process.returncode, output, errors) == (130, "", "inlay: interrupted\n")
 
 
