@@ -109,6 +109,7 @@ def test_padded_batches_equal_sequences_one_by_one(family, side: str, lengths: l
             assert int(state.tensors["counts"].sum()) == int(other.tensors["counts"].sum())
 
 
+@pytest.mark.slow
 def test_padding_counts_if_asked_to() -> None:
     model, (batch, *_) = llama(), padded([2, 7], "right")
     recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
@@ -122,6 +123,7 @@ def test_padding_counts_if_asked_to() -> None:
     assert tokens == {False: 9, True: 14}
 
 
+@pytest.mark.slow
 def test_a_batch_of_nothing_but_padding_changes_nothing() -> None:
     model, (batch, *_) = llama(), padded([4, 4], "right")
     recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
@@ -153,12 +155,14 @@ class BranchOnAll(MeanOfAll):
             super().update_statistics_from_observed(observed)
 
 
+@pytest.mark.slow
 def test_an_observer_that_knows_nothing_of_padding_says_so() -> None:
     recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "test_mean_of_all"})
     with pytest.warns(UserWarning, match="test_mean_of_all counts the padding"):
         observed(llama(), recipe, padded([3, 5], "right")[:1])
 
 
+@pytest.mark.slow
 def test_an_observer_outside_the_graph_leaves_out_padding() -> None:
     recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "test_branch_on_all"})
     batch, *_ = padded([3, 5], "right")

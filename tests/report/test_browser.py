@@ -26,9 +26,12 @@ from inlay.report import (
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"
+    ),
+]
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
