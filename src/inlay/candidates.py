@@ -97,9 +97,8 @@ def times(value: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
 
 def improving(errors: torch.Tensor) -> torch.Tensor:
     """Which candidates are better for some group than all candidates before them."""
-    order = torch.arange(errors.shape[-1], device=errors.device)
-    earlier = order < order.unsqueeze(-1)
-    best_before = torch.where(earlier, errors.unsqueeze(-2), torch.inf).amin(-1)
+    best_so_far = errors.cummin(-1).values
+    best_before = torch.nn.functional.pad(best_so_far[..., :-1], (1, 0), value=torch.inf)
     return (errors < best_before).flatten(0, -2).any(0)
 
 

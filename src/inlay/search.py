@@ -10,7 +10,7 @@ from memory once and stays in the cache while its candidates are tried. Traced i
 stands there as it is; an eager observer compiles it once per format for weights of every shape.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +89,7 @@ class RangeSearch:
         def search() -> Range:
             return self(fill_invalid(observed, valid), as_weights(valid, observed))
 
-        return self._once(observed, search) if is_traced(observed.detach()) else search()
+        return self._once(observed, search, valid) if is_traced(observed.detach()) else search()
 
     @torch.no_grad()
     def specification(
@@ -171,7 +171,12 @@ class RangeSearch:
             return self.expression(observed, importance)
         return self._once(observed, lambda: self.expression(observed))
 
-    def _once(self, observed: torch.Tensor, search: Callable[[], Range]) -> Range:
+    def _once(
+        self,
+        observed: torch.Tensor,
+        search: Callable[[], Range],
+        valid: torch.Tensor | None = None,
+    ) -> Range:
         """What was found before for a tensor that is searched in the same way again.
 
         An observer in a graph is traced for its first value and for later ones. Nothing after
@@ -179,7 +184,8 @@ class RangeSearch:
         is traced tensors do not change, and when it goes, so does what it remembers.
         """
         known: dict[object, Range] = observed.__dict__.setdefault("_inlay_ranges", {})
-        key = (key_of(self.args), self.shrinks, self.norm, self.patience, self.expand)
+        settings = (self.shrinks, self.norm, self.patience, self.expand)
+        key = (key_of(self.args), *settings, None if valid is None else id(valid))
         if key not in known:
             known[key] = search()
         return known[key]
@@ -211,24 +217,36 @@ class RangeSearch:
             bests.append(first_best(errors).to(torch.int16))  # kept for every group
         best = torch.cat(bests).long()
         if self.patience is not None and _stopped_early(best, len(shrinks), self.patience):
-            best = self._within_patience(kernel, chunks, shrinks)
+            single = errors if len(chunks) == 1 else None
+            best = self._within_patience(kernel, chunks, shrinks, single)
         low, high = select(torch.cat(lows), torch.cat(highs), shrinks, best)
         return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
 
     def _within_patience(
-        self, kernel: Kernel, chunks: list[Chunk], shrinks: torch.Tensor
+        self,
+        kernel: Kernel,
+        chunks: list[Chunk],
+        shrinks: torch.Tensor,
+        single: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The best candidates among those that are tried, which needs the errors twice more."""
+        """The best candidates among those that are tried.
+
+        :param single: the errors, if there is a single chunk; those of several are not kept, and
+            computed twice more
+        """
+
+        def errors() -> Iterator[torch.Tensor]:
+            if single is not None:
+                yield single
+                return
+            for chunk, weight in chunks:
+                yield kernel(chunk, shrinks, *weight)[2]
+
         gained = torch.zeros(len(shrinks), dtype=torch.bool, device=shrinks.device)
-        for chunk, weight in chunks:
-            gained |= improving(kernel(chunk, shrinks, *weight)[2])
+        for part in errors():
+            gained |= improving(part)
         tried = tried_of(gained, self.patience)
-        return torch.cat(
-            [
-                first_best(torch.where(tried, kernel(chunk, shrinks, *weight)[2], torch.inf))
-                for chunk, weight in chunks
-            ]
-        )
+        return torch.cat([first_best(torch.where(tried, part, torch.inf)) for part in errors()])
 
 
 def _stopped_early(best: torch.Tensor, candidates: int, patience: int) -> bool:
