@@ -7,8 +7,8 @@ from torch.fx import GraphModule, Node
 
 from inlay.graph import attention_states, copy, module_path, weight_use
 from inlay.pass_base import Pass, PassResult
+from inlay.rules import is_importance_weighted
 from inlay.slots import Plan, Slot, annotate
-from inlay.state import is_importance_weighted
 
 __all__ = ["Annotate"]
 

@@ -18,8 +18,9 @@ from inlay.graph import (
     weight_use,
 )
 from inlay.pass_base import Pass, PassResult
+from inlay.rules import Rule
 from inlay.slots import Slot, slots_of
-from inlay.state import OBSERVES, Observe, ObserveWeight, Rule, observes
+from inlay.state import OBSERVES, Observe, ObserveWeight, observes
 
 __all__ = ["InsertObservers"]
 

@@ -10,7 +10,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from inlay.graph import copy, fake_value, inputs_of, module_path
 from inlay.pass_base import Pass, PassResult
-from inlay.state import Observe, Rule, observes
+from inlay.rules import Rule
+from inlay.state import Observe, observes
 
 __all__ = ["LeaveOutPadding"]
 

@@ -11,8 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inlay.errors import StatisticsError
 from inlay.observers import Observer
+from inlay.rules import Rule
 from inlay.slots import Slot
-from inlay.state import Observe, Rule, SlotState
+from inlay.state import Observe, SlotState
 
 TENSOR = {"num_bits": 8, "strategy": "tensor"}
 BUILT_IN = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse"]

@@ -19,8 +19,8 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import HistogramObserver, Observer, flatten_for_calibration
 from inlay.qparams import qparams_of_range
 from inlay.recipe import Recipe
+from inlay.rules import Rule
 from inlay.slots import Slot
-from inlay.state import Rule
 
 pytestmark = pytest.mark.slow
 
