@@ -191,10 +191,14 @@ def test_schemes() -> None:
     words = [line.split() for line in output.splitlines() if line.strip()]
     lines = {scheme: " ".join(parts) for scheme, *parts in words}
     assert set(preset_names()) <= set(lines)
-    assert lines["W8A8_STATIC"] == "int8 per channel int8 per tensor, asymmetric"
-    assert lines["W4A16"] == "int4 in groups of 128 –"  # noqa: RUF001
-    assert lines["FP8_BLOCK"] == "fp8 in blocks of 128x128 fp8 in groups of 128, dynamic"
-    assert lines["NVFP4"].endswith("fp4 in groups of 16, global scale observed")
+    assert lines["W8A8_STATIC"] == (
+        "int8 per channel, symmetric int8 per tensor, asymmetric, static"
+    )
+    assert lines["W4A16"] == "int4 in groups of 128, symmetric –"  # noqa: RUF001
+    assert lines["FP8_BLOCK"] == (
+        "float8 in blocks of 128 by 128, symmetric float8 in groups of 128, symmetric, dynamic"
+    )
+    assert lines["NVFP4"].endswith("symmetric, dynamic in each group")
 
 
 def test_observers(tmp_path: Path) -> None:
@@ -227,12 +231,14 @@ def test_explain_needs_no_weights(folder: Path, tmp_path: Path) -> None:
         "--observer", "input=histogram",
     )  # fmt: skip
     projection = (
-        "weight int8 per channel (memoryless_minmax); input int8 per tensor, asymmetric (histogram)"
+        "weight int8 per channel, symmetric (memoryless_minmax); "
+        "input int8 per tensor, asymmetric, static (histogram)"
     )
     assert output.splitlines() == [
         "LlamaForCausalLM",
         "└── model.layers.0 … 1",
-        "    ├── self_attn: k fp8 per tensor (minmax); v fp8 per tensor (minmax)",
+        "    ├── self_attn: k float8 per tensor, symmetric, static (minmax); "
+        "v float8 per tensor, symmetric, static (minmax)",
         f"    │   └── q_proj, k_proj, v_proj, o_proj: {projection}",
         "    └── mlp",
         f"        └── gate_proj, up_proj, down_proj: {projection}",
@@ -249,7 +255,7 @@ def test_explain_shows_what_differs(folder: Path) -> None:
     assert "lm_head: weight int8 per channel" in output
     assert "0.self_attn" in output
     assert re.search(r"── 1\n", output)
-    assert "input int8 per token, dynamic" in output
+    assert "input int8 per token, symmetric, dynamic" in output
     assert "Linear in full precision: model.layers.0.mlp.gate_proj, " in output
 
 

@@ -69,7 +69,7 @@ def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
         run(model, iter(data[1:]), statistics=tmp_path, resume=True)
     with pytest.raises(StatisticsError, match="has 2 batches"):
         run(model, iter(data[:2]), statistics=tmp_path, resume=True)
-    with pytest.raises(ConfigurationError, match="resume=True goes on with it"):
+    with pytest.raises(ConfigurationError, match="holds the statistics of an earlier run"):
         run(model, iter(data), statistics=tmp_path)
 
 

@@ -19,7 +19,7 @@ from inlay.passes import FINALIZE, PREPARE, LeaveOutPadding, OutlineRepeats
 from inlay.recipe import Recipe
 from inlay.record import Record
 from inlay.statistics import Statistics
-from inlay.stored import Progress, StoredStatistics
+from inlay.stored import DataSeen, StoredStatistics
 
 __all__ = ["Calibration"]
 
@@ -53,7 +53,7 @@ class Calibration:
         self.record: Record | None = None
         self.held_out: list[Any] = []
         self.tokenizer: Any = None
-        self.progress = Progress()
+        self.data_seen = DataSeen()
         self._backend = Backend(self.statistics, compiler=compiler, passes=passes)
         self._observing = Backend(self.statistics, compiler=compiler, passes=passes, outputs=False)
         self._observe: Callable[..., Any] | None = None
@@ -68,7 +68,7 @@ class Calibration:
         """
         calibration = cls(model, recipe, **options)
         calibration.statistics.restore(stored.slots)
-        calibration.progress = stored.progress
+        calibration.data_seen = stored.data_seen
         return calibration
 
     def stored(self, *, model: str = "", data: str = "") -> StoredStatistics:
@@ -78,7 +78,7 @@ class Calibration:
             slots=self.statistics.snapshot(),
             model=model,
             data=data,
-            progress=self.progress,
+            data_seen=self.data_seen,
         )
 
     @property

@@ -1,6 +1,5 @@
 """What quantization changed, on data that calibration has not seen."""
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from inlay.measures import Choices, Measure, Vectors, next_tokens
 from inlay.progress import watched
 from inlay.report.data import Change, LayerError, Remark
 from inlay.sqnr import LayerErrors, counted_rows
-from inlay.statistics import Statistics
 
 __all__ = ["Batch", "Comparison", "compare"]
 
@@ -53,7 +51,7 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
     :param batches: held-out ones: keyword arguments of the model, or tuples of positional ones
     """
     _require_finalized(model, calibration)
-    statistics, passes = _borrowed(calibration.statistics), calibration.backend.passes
+    statistics, passes = calibration.statistics.borrowed(), calibration.backend.passes
     batches = [_on_device(model, batch) for batch in batches]
     show = statistics.show_progress
     with _evaluating(model):
@@ -87,13 +85,6 @@ def _require_finalized(model: nn.Module, calibration: Calibration) -> None:
                 f"the weight of {slot.module} is not the one that was calibrated; compare the very "
                 "model that the calibration was made with"
             )
-
-
-def _borrowed(statistics: Statistics) -> Statistics:
-    """The same statistics, except that weights folded from now on go when this goes."""
-    borrowed = copy.copy(statistics)
-    borrowed._folded = dict(statistics._folded)
-    return borrowed
 
 
 @contextmanager

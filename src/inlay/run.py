@@ -14,8 +14,9 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.progress import Bar
 from inlay.recipe import Recipe
 from inlay.record import Record, Stages
-from inlay.state import Observe, is_importance_weighted
-from inlay.stored import FILE_NAME, Progress, StoredStatistics
+from inlay.rules import is_importance_weighted
+from inlay.state import Observe
+from inlay.stored import FILE_NAME, DataSeen, StoredStatistics
 
 __all__ = ["calibrate"]
 
@@ -79,7 +80,7 @@ def calibrate(
     with stages("searching weights"):
         calibration.finalize(accept=accept)
     keeper.save(calibration)
-    done = calibration.progress
+    done = calibration.data_seen
     calibration.tokenizer = tokenizer
     calibration.held_out = [_moved(batch, model) for batch in batches.held_out]
     calibration.record = Record(
@@ -101,8 +102,9 @@ def _observe(
     keeper: "_Keeper",
     count_padding: bool,
 ) -> None:
-    already = calibration.progress
-    again = Progress()  # through the data that was seen before
+    already = calibration.data_seen
+    again = DataSeen()  # what is passed over, for it was observed before
+    checked = 0  # graphs that are known to leave out padding
     show = calibration.statistics.show_progress
     with Bar("calibrating", total=_count(batches), unit="tokens", show=show) as bar:
         for batch in batches:
@@ -118,9 +120,10 @@ def _observe(
                 bar.advance(0)
                 continue
             _timed(calibration, _moved(batch, model), stages)
-            if padding and not count_padding:
+            if padding and not count_padding and checked < len(calibration.graphs):
                 _require_padding_left_out(calibration)
-            calibration.progress = calibration.progress.after(digest(batch), **step)
+                checked = len(calibration.graphs)
+            calibration.data_seen = calibration.data_seen.after(digest(batch), **step)
             bar.advance(tokens)
             keeper.save_now_and_then(calibration)
     if again.batches < already.batches:
@@ -128,7 +131,7 @@ def _observe(
             f"the data has {again.batches} batches, and the run that was interrupted had got "
             f"through {already.batches}; resume with the same data"
         )
-    if calibration.progress.batches == 0:
+    if calibration.data_seen.batches == 0:
         raise ConfigurationError(
             "the recipe quantizes activations statically, or weighs weights by them, and there is "
             "no data to observe; give data"
@@ -155,8 +158,8 @@ class _Keeper:
         if not resume:
             if found:
                 raise ConfigurationError(
-                    f"{self.folder} holds the statistics of an earlier run; resume=True goes on "
-                    "with it, or choose another folder"
+                    f"{self.folder} holds the statistics of an earlier run; go on with it "
+                    "(resume=True, --resume), or remove it"
                 )
             return Calibration(model, recipe, **options)
         if self.folder is None:

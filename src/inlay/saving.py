@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from inlay import report as report_page
 from inlay.calibration import Calibration
 from inlay.checkpoint import save_checkpoint
@@ -15,6 +13,7 @@ from inlay.record import Record, Stages
 from inlay.servable import require_servable
 from inlay.stored import FOLDER_NAME
 from inlay.summary import report_of
+from inlay.wording import recipe_text
 
 __all__ = ["save"]
 
@@ -50,8 +49,7 @@ def save(
             )
             stored = calibration.stored(model=record.model, data=record.data)
             stored.save(partial / FOLDER_NAME)
-            config = calibration.recipe.config.model_dump(mode="json", exclude_none=True)
-            write_atomically(partial / "recipe.yaml", yaml.safe_dump(config, sort_keys=False))
+            write_atomically(partial / "recipe.yaml", recipe_text(calibration.recipe.config))
         if report:
             with stages("comparing"):
                 comparison = compare(model, calibration, calibration.held_out)

@@ -1,5 +1,6 @@
 """Statistics of all slots of a model under a recipe, and the qparams that follow from them."""
 
+import copy
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -85,6 +86,12 @@ class Statistics:
             weight = self._weight(slot)
             self._folded[slot.name] = fold_weight(weight, slot.args, self.qparams[slot.name])
         return self._folded[slot.name]
+
+    def borrowed(self) -> "Statistics":
+        """The same statistics, except that weights folded from now on go when this goes."""
+        borrowed = copy.copy(self)
+        borrowed._folded = dict(self._folded)
+        return borrowed
 
     def signature(self, module: str | None) -> tuple[Any, ...]:
         """How a module is quantized, and which of its slots have qparams."""

@@ -19,7 +19,7 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 from inlay.recipe import default_observer
 
-__all__ = ["FILE_NAME", "FOLDER_NAME", "Progress", "SlotStatistics", "StoredStatistics"]
+__all__ = ["FILE_NAME", "FOLDER_NAME", "DataSeen", "SlotStatistics", "StoredStatistics"]
 
 FILE_NAME = "statistics.safetensors"
 FOLDER_NAME = "statistics"  # in the folder of a checkpoint, where vLLM takes all safetensors for it
@@ -29,7 +29,7 @@ _METADATA = "inlay"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class DataSeen:
     """How far a run got through its data.
 
     :param digest: of all batches so far, to know the same data again
@@ -41,9 +41,9 @@ class Progress:
     padding_tokens: int = 0
     digest: str = ""
 
-    def after(self, batch_digest: bytes, *, samples: int, tokens: int, padding: int) -> "Progress":
+    def after(self, batch_digest: bytes, *, samples: int, tokens: int, padding: int) -> "DataSeen":
         together = hashlib.sha256(bytes.fromhex(self.digest) + batch_digest).hexdigest()
-        return Progress(
+        return DataSeen(
             batches=self.batches + 1,
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
@@ -98,7 +98,7 @@ class StoredStatistics:
     slots: Mapping[str, SlotStatistics]
     model: str = ""
     data: str = ""
-    progress: Progress = Progress()
+    data_seen: DataSeen = DataSeen()
 
     def save(self, folder: str | Path) -> Path:
         """Write `statistics.safetensors` and, for people, `statistics.json`.
@@ -128,7 +128,7 @@ class StoredStatistics:
             "inlay": __version__,
             "model": self.model,
             "data": self.data,
-            "progress": asdict(self.progress),
+            "data_seen": asdict(self.data_seen),
             "recipe": self.recipe,
             "slots": described,
         }
@@ -180,7 +180,7 @@ class StoredStatistics:
             slots=slots,
             model=content["model"],
             data=content["data"],
-            progress=Progress(**content["progress"]),
+            data_seen=DataSeen(**content["data_seen"]),
         )
 
     def merge(self, *others: "StoredStatistics") -> "StoredStatistics":
@@ -196,12 +196,12 @@ class StoredStatistics:
                 problems.append(f"{name}: {error}")
         if problems:
             raise StatisticsError("these statistics cannot be merged: " + "; ".join(problems))
-        of = [run.progress for run in runs]
+        of = [run.data_seen for run in runs]
         return replace(
             self,
             slots=merged,
             data=" and ".join(dict.fromkeys(run.data for run in runs if run.data)),
-            progress=Progress(
+            data_seen=DataSeen(
                 batches=sum(p.batches for p in of),
                 samples=sum(p.samples for p in of),
                 tokens=sum(p.tokens for p in of),

@@ -63,7 +63,7 @@ def _strategy(args: QuantizationArgs) -> str:
 def _when(args: QuantizationArgs) -> str:
     """When scales are computed."""
     if args.dynamic == DynamicType.LOCAL:
-        return "dynamic but for the global scale"
+        return "dynamic in each group"
     return "dynamic" if args.dynamic else "static"
 
 

@@ -1,5 +1,8 @@
 """The command line."""
 
-from inlay.cli.commands import app, main
+from inlay.cli.app import app, main
 
-__all__ = ["app", "main"]
+# Importing them hangs the commands on the program, in this order.
+from inlay.cli import commands, listings  # isort: skip
+
+__all__ = ["app", "commands", "listings", "main"]

@@ -1,16 +1,13 @@
-"""The command line.
-
-What the library needs for its work takes seconds to import, so commands import it themselves:
-`inlay --help` answers at once.
-"""
+"""Commands that quantize a model, and what comes before and after."""
 
 import functools
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from inlay._version import __version__
+from inlay.cli.app import app
 from inlay.cli.arguments import (
     DATA,
     LOADING,
@@ -35,56 +32,14 @@ from inlay.cli.arguments import (
     Scheme,
     file_option,
 )
-from inlay.cli.outcome import report_data, show_result
-from inlay.cli.terminal import calm_transformers, console, reported, table, tell
+from inlay.cli.outcome import show_result
+from inlay.cli.terminal import calm_transformers, console, reported, tell
 from inlay.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from inlay.cli.recipes import Wanted
 
-__all__ = [
-    "app",
-    "calibrate",
-    "explain",
-    "main",
-    "merge",
-    "observers",
-    "report",
-    "requantize",
-    "schemes",
-]
-
-app = typer.Typer(
-    name="inlay",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def main() -> None:
-    """Run the command line."""
-    app(prog_name="inlay")
-
-
-def _show_version(value: bool) -> None:
-    if value:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
-    ] = False,
-) -> None:
-    """Calibrates models for quantization: a model and some text in, a checkpoint out.
-
-    Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
-    """
+__all__ = ["calibrate", "explain", "merge", "requantize"]
 
 
 @app.command()
@@ -151,11 +106,7 @@ def calibrate(
     if data is not None:
         next(read_rows(data), None)  # what cannot be read is refused before the model is loaded
     calm_transformers(quiet)
-    source: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "gguf_file": gguf_file,
-        "download": download,
-    }
+    source = _source(gguf_file, download, trust_remote_code)
     loaded = load_model(model, dtype=dtype.value, **source)
     statistics = out.with_name(f"{out.name}.statistics")
     try:
@@ -177,8 +128,9 @@ def calibrate(
         calibration.save(out, overwrite=overwrite, report=not no_report)
     except KeyboardInterrupt:
         _interrupted(statistics)
+    shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint has them now
     if not quiet:
-        show_result(calibration, out, statistics)
+        show_result(calibration, out)
 
 
 @app.command()
@@ -205,9 +157,7 @@ def explain(
     from inlay.slots import Plan
 
     calm_transformers(quiet=True)
-    empty = empty_model(
-        model, trust_remote_code=trust_remote_code, gguf_file=gguf_file, download=download
-    )
+    empty = empty_model(model, **_source(gguf_file, download, trust_remote_code))
     plan = Plan(empty, wanted.recipe_for(empty))
     screen = console()
     screen.print(tree_of(plan, type(empty).__name__))
@@ -230,7 +180,7 @@ def requantize(
         Path,
         typer.Argument(
             metavar="STATISTICS",
-            help="Folder of saved statistics.",
+            help="Folder of a checkpoint, or of saved statistics.",
             exists=True,
             show_default=False,
         ),
@@ -258,7 +208,7 @@ def requantize(
 ) -> None:
     """Write another checkpoint from saved statistics, without running the model.
 
-    Example: [b]inlay requantize SmolLM2-W8A8.statistics --scheme W8A8_STATIC
+    Example: [b]inlay requantize SmolLM2-W8A8 --scheme W8A8_STATIC
     --observer input=histogram:method=entropy --model ./SmolLM2 --out SmolLM2-entropy[/b]
     """
     _require_free(out, model, statistics, overwrite=overwrite)
@@ -269,18 +219,14 @@ def requantize(
 
     calm_transformers(quiet)
     stored = StoredStatistics.load(statistics)
-    source: dict[str, Any] = {
-        "trust_remote_code": trust_remote_code,
-        "gguf_file": gguf_file,
-        "download": download,
-    }
+    source = _source(gguf_file, download, trust_remote_code)
     loaded = load_model(model, dtype=dtype.value, **source)
     calibration = Calibration.from_statistics(loaded, wanted.recipe_for(loaded), stored)
     calibration.tokenizer = load_tokenizer(model, **source)
     calibration.finalize(accept=_names(accept))
     calibration.save(out, overwrite=overwrite, report=not no_report)
     if not quiet:
-        show_result(calibration, out, statistics)
+        show_result(calibration, out)
 
 
 @app.command()
@@ -290,7 +236,7 @@ def merge(
         list[Path],
         typer.Argument(
             metavar="STATISTICS",
-            help="Folders of saved statistics.",
+            help="Folders of checkpoints, or of saved statistics.",
             exists=True,
             show_default=False,
         ),
@@ -309,76 +255,6 @@ def merge(
     loaded = map(StoredStatistics.load, statistics)
     functools.reduce(lambda one, other: one.merge(other), loaded).save(out)
     typer.echo(out)
-
-
-@app.command()
-@reported
-def report(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="Folder of a checkpoint.",
-            exists=True,
-            file_okay=False,
-            show_default=False,
-        ),
-    ],
-) -> None:
-    """Write report.html of a checkpoint again, from its report.json.
-
-    Example: [b]inlay report SmolLM2-W8A8[/b]
-    """
-    from inlay.report import write
-
-    data = report_data(folder)
-    if data is None:
-        raise ConfigurationError(
-            f"{folder} has no report.json; checkpoints that were saved with a report have one"
-        )
-    typer.echo(write(data, folder / "report.html"))
-
-
-@app.command()
-@reported
-def schemes() -> None:
-    """List the presets for --scheme.
-
-    Example: [b]inlay schemes[/b]
-    """
-    from inlay.cli.words import format_in_words
-    from inlay.recipe import Recipe, preset_names
-
-    rows = table("scheme", "weights", "input activations")
-    for name in preset_names():
-        (group,) = Recipe.from_preset(name).config.config_groups.values()
-        parts = (group.weights, group.input_activations)
-        rows.add_row(name, *map(format_in_words, parts))
-    console().print(rows)
-
-
-@app.command()
-@reported
-def observers(observer_file: ObserverFile = None) -> None:
-    """List the observers for --observer, with their settings.
-
-    Example: [b]inlay observers --observer-file my_observer.py[/b]
-    """
-    from inlay.cli.recipes import run_observer_file
-    from inlay.observers import Observer
-
-    if observer_file is not None:
-        run_observer_file(observer_file)
-    rows = table("observer", "for", "settings", "what its range is")
-    # The registry writes hyphens and takes either; everywhere else they are underscores.
-    for name in sorted(name.replace("-", "_") for name in Observer.registered_names()):
-        cls = Observer.get_value_from_registry(name)
-        settings = ", ".join(f"{kwarg.name}={kwarg.default}" for kwarg in cls._kwargs)
-        about = (cls.__doc__ or "").strip().partition("\n")[0]
-        # One that only keeps what it saw last does not serve for values that come in batches.
-        of_weights = cls.observes_input or not cls._act_sync_dict
-        rows.add_row(name, "weights" if of_weights else "activations", settings, about)
-    console().print(rows)
 
 
 def _wanted(
@@ -407,6 +283,15 @@ def _wanted(
         ignore=tuple(ignore or ()),
         kv_cache=None if kv_cache is None else kv_cache.value,
     )
+
+
+def _source(gguf_file: str | None, download: bool, trust_remote_code: bool) -> dict[str, Any]:
+    """Where a model comes from, for the functions that load it."""
+    return {
+        "gguf_file": gguf_file,
+        "download": download,
+        "trust_remote_code": trust_remote_code,
+    }
 
 
 def _require_free(out: Path, *sources: str | Path, overwrite: bool | None = None) -> None:

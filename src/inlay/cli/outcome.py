@@ -20,16 +20,16 @@ def report_data(folder: Path) -> "ReportData | None":
     return ReportData.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def show_result(calibration: "Calibration", out: Path, statistics: Path) -> None:
+def show_result(calibration: "Calibration", out: Path) -> None:
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
-    for name, value in _facts(calibration, out, statistics).items():
+    for name, value in _facts(calibration, out).items():
         grid.add_row(name, value)
     console().print(grid)
 
 
-def _facts(calibration: "Calibration", out: Path, statistics: Path) -> dict[str, str]:
+def _facts(calibration: "Calibration", out: Path) -> dict[str, str]:
     from inlay.report.numbers import count, duration, number, size
 
     facts = {"checkpoint": str(out)}
@@ -47,7 +47,6 @@ def _facts(calibration: "Calibration", out: Path, statistics: Path) -> dict[str,
     for change in data.changes if data is not None else ():
         values = [change.before, change.after] if change.value is None else [change.value]
         facts[change.name] = " → ".join(map(number, values))
-    facts["statistics"] = str(statistics)
     if data is not None:
         facts["report"] = str(out / "report.html")
     return facts

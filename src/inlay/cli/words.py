@@ -1,31 +1,20 @@
-"""Formats and plans in words, for people."""
+"""Plans as trees, for people."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from compressed_tensors.quantization import QuantizationArgs
 from rich.tree import Tree
 
 from inlay.recipe import default_observer
 from inlay.slots import Plan, Slot
+from inlay.wording import format_in_words
 
-__all__ = ["format_in_words", "slot_in_words", "tree_of"]
-
-
-def format_in_words(args: QuantizationArgs | None) -> str:
-    """How values are quantized: "int4 in groups of 128, asymmetric"."""
-    if args is None:
-        return "–"  # noqa: RUF001
-    words = f"{'fp' if args.type == 'float' else 'int'}{args.num_bits} {_division(args)}"
-    words += "" if args.symmetric else ", asymmetric"
-    if args.dynamic == "local":
-        return f"{words}, global scale observed"
-    return f"{words}, dynamic" if args.dynamic else words
+__all__ = ["slot_in_words", "tree_of"]
 
 
 def slot_in_words(slot: Slot) -> str:
     """What is quantized how, and what observes it."""
-    words = f"{slot.base_name} {format_in_words(slot.args)}"
+    words = f"{slot.base_name} {format_in_words(slot.args, slot.base_name)}"
     if not slot.is_observed:
         return words
     return f"{words} ({slot.args.observer or default_observer(slot.base_name)})"
@@ -44,15 +33,6 @@ class _Module:
 
     slots: list[str] = field(default_factory=list)
     inner: dict[str, "_Module"] = field(default_factory=dict)
-
-
-def _division(args: QuantizationArgs) -> str:
-    strategy = getattr(args.strategy, "value", args.strategy)
-    if strategy in ("group", "tensor_group"):
-        return f"in groups of {args.group_size}"
-    if strategy == "block" and args.block_structure is not None:
-        return f"in blocks of {'x'.join(map(str, args.block_structure))}"
-    return "per head" if strategy == "attn_head" else f"per {strategy}"
 
 
 def _modules(slots: Iterable[Slot]) -> _Module:

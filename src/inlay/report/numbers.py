@@ -2,15 +2,15 @@
 
 import math
 
-__all__ = ["count", "duration", "number", "size"]
+__all__ = ["MISSING", "count", "duration", "number", "size"]
 
-_MISSING = "–"  # noqa: RUF001
+MISSING = "–"  # noqa: RUF001
 
 
 def number(value: float | None) -> str:
     """Four digits, and the power of ten where zeros would hide them."""
     if value is None or math.isnan(value):
-        return _MISSING
+        return MISSING
     if math.isinf(value):
         return "inf" if value > 0 else "-inf"
     if value == 0:
@@ -35,7 +35,7 @@ def size(value: float) -> str:
 
 def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
-        return _MISSING
+        return MISSING
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,0 +1,45 @@
+"""The program itself: what all commands hang on.
+
+What the library needs for its work takes seconds to import, so commands import it themselves:
+`inlay --help` answers at once.
+"""
+
+from typing import Annotated
+
+import typer
+
+from inlay._version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="inlay",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="inlay")
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Calibrates models for quantization: a model and some text in, a checkpoint out.
+
+    Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
+    """

@@ -1,0 +1,102 @@
+"""The command line from beginning to end, on a small model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import llama
+from tokens import CHAT, text_of, word_tokenizer
+from transformers import AutoModelForCausalLM
+
+from inlay import StoredStatistics
+
+pytestmark = pytest.mark.slow
+
+SLOT = "model.layers.0.mlp.down_proj.input"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("real")
+    llama().save_pretrained(place / "model")
+    word_tokenizer(chat_template=CHAT).save_pretrained(place / "model")
+    for part, start in (("one", 0), ("two", 20)):
+        texts = [text_of(list(range(start, start + 4 + row % 9))) for row in range(24)]
+        (place / f"{part}.txt").write_text("\n".join(texts))
+        calibrate(place, part)
+    return place
+
+
+def calibrate(place: Path, part: str, *options: str) -> str:
+    scheme = ["--scheme", "W8A8_STATIC", "--observer", "input=histogram", "--compiler", "eager"]
+    data = ["--data", f"{part}.txt", "--batch-size", "4", "--out", f"out_{part}"]
+    return inlay(place, "calibrate", "model", *scheme, *data, *options)
+
+
+def inlay(place: Path, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "inlay", *arguments],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_what_it_writes_is_loaded_by_transformers(place: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(place / "out_one").eval()
+    with torch.no_grad():
+        assert bool(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all())
+    assert (place / "out_one" / "report.html").exists()
+    assert (place / "out_one" / "tokenizer.json").exists()
+    assert sorted(p.name for p in place.iterdir() if p.name.startswith((".", "out_one"))) == [
+        "out_one"
+    ]
+
+
+def test_again_it_is_refused_unless_it_may_overwrite(place: Path) -> None:
+    again = ["calibrate", "model", "--scheme", "W8A8", "--out", "out_one"]
+    assert "is not empty" in inlay(place, *again, code=1)
+    before = (place / "out_one" / "model.safetensors").read_bytes()
+    shown = calibrate(place, "one", "--overwrite")
+    assert "out_one/report.html" in shown
+    assert (place / "out_one" / "model.safetensors").read_bytes() == before
+
+
+def test_other_bits_from_the_statistics_of_a_checkpoint(place: Path) -> None:
+    wanted = ["--scheme", "W8A8_STATIC", "--observer", "input=static_minmax"]
+    inlay(place, "requantize", "out_one", *wanted, "--model", "model", "--out", "out_minmax")
+    assert (place / "out_minmax" / "model.safetensors").exists()
+    impossible = ["--scheme", "W8A8_STATIC", "--observer", "input=mse"]
+    again = ["requantize", "out_one", *impossible, "--model", "model", "--out", "out_mse"]
+    assert "do not carry this recipe" in inlay(place, *again, code=1)
+    assert not (place / "out_mse").exists()
+
+
+def test_statistics_of_two_checkpoints_are_merged(place: Path) -> None:
+    inlay(place, "merge", "out_one", "out_two", "--out", "both")
+    parts = [StoredStatistics.load(place / name).slots[SLOT] for name in ("out_one", "out_two")]
+    both = StoredStatistics.load(place / "both").slots[SLOT]
+    assert both.tokens == sum(part.tokens for part in parts)
+    assert torch.equal(both.tensors["counts"], sum(part.tensors["counts"] for part in parts))
+    wanted = ["--scheme", "W8A8_STATIC", "--observer", "input=histogram:method=entropy"]
+    inlay(place, "requantize", "both", *wanted, "--model", "model", "--out", "out_both")
+    assert (place / "out_both" / "report.html").exists()
+
+
+def test_the_report_is_written_again(place: Path) -> None:
+    page = place / "out_two" / "report.html"
+    before = page.read_text()
+    page.unlink()
+    inlay(place, "report", "out_two")
+    assert page.read_text() == before
+
+
+def test_what_would_be_observed(place: Path) -> None:
+    shown = inlay(place, "explain", "model", "--scheme", "FP8", "--kv-cache", "fp8")
+    assert "0 … 1" in shown
+    assert "lm_head" in shown
