@@ -82,8 +82,7 @@ def texts(report: ReportData, about: str | None) -> list[str]:
         (
             "NVFP4",
             "float4 in groups of 16 under a global scale, symmetric",
-            "float4 in groups of 16 under a global scale, symmetric, "
-            "dynamic in each group",
+            "float4 in groups of 16 under a global scale, symmetric, dynamic in each group",
             "W4A4 float, dynamic",
         ),
         (
