@@ -22,6 +22,7 @@ from inlay.layers import (
     quantization_config,
     quantized_layers,
 )
+from inlay.loading import require_full_precision
 from inlay.observers import QParamsDict
 from inlay.progress import watched
 from inlay.recipe import Recipe
@@ -93,8 +94,7 @@ def _require_saveable(model: nn.Module) -> None:
             f"{type(model).__name__} is not a model of transformers; only those have a checkpoint "
             "that can be written"
         )
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ConfigurationError("the model is quantized already; load the original to quantize it")
+    require_full_precision(model.config, type(model).__name__)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigurationError(
             "some weights of the model are not in memory but offloaded; load it without device_map"

@@ -16,7 +16,7 @@ from torch import nn
 
 from inlay.errors import ConfigurationError
 
-__all__ = ["empty_model", "load_model", "load_tokenizer"]
+__all__ = ["empty_model", "load_model", "load_tokenizer", "require_full_precision"]
 
 _T = TypeVar("_T")
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -48,17 +48,18 @@ def load_model(
     source = _Source.of(path_or_name, trust_remote_code, gguf_file, download)
     chosen = _dtype(dtype)
     config = source.config()
-    _require_full_precision(config, source)
+    require_full_precision(config, source.place)
     source.require_safetensors()
     cls, options = _class_of(config, source)
-    if gguf_file is None:
-        options["use_safetensors"] = True
+    options.update({"use_safetensors": True} if gguf_file is None else _unpacked())
     model, found = source.read(
         lambda: cls.from_pretrained(
             source.place, dtype=chosen, output_loading_info=True, **source.options, **options
         )
     )
     _require_all_weights(model, found, source)
+    if gguf_file is not None:
+        _forget_packing(model)
     assert isinstance(model, nn.Module)
     return model.eval()
 
@@ -75,11 +76,14 @@ def load_tokenizer(
 
     source = _Source.of(path_or_name, trust_remote_code, gguf_file, download)
     source.require_tokenizer()
-    return source.read(
+    tokenizer = source.read(
         lambda: AutoTokenizer.from_pretrained(
             source.place, trust_remote_code=trust_remote_code, **source.options
         )
     )
+    if gguf_file is not None:
+        _correct_special_tokens(tokenizer, source.config())
+    return tokenizer
 
 
 def empty_model(
@@ -232,11 +236,43 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return found
 
 
-def _require_full_precision(config: Any, source: _Source) -> None:
-    if source.gguf_file is None and getattr(config, "quantization_config", None) is not None:
-        raise ConfigurationError(
-            f"{source.place} is quantized already; calibrate the model that it was made from"
-        )
+def require_full_precision(config: Any, name: str) -> None:
+    """Refuse a model that says of itself that it is quantized.
+
+    :param config: that of a model of transformers
+    :param name: what to call the model
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return
+    advice = "calibrate the model that it was made from"
+    if "gguf" in str(quantization).lower():
+        advice = "inlay.loading.load_model(folder, gguf_file=…) unpacks its weights"
+    raise ConfigurationError(f"{name} is quantized already; {advice}")
+
+
+def _unpacked() -> dict[str, Any]:
+    """What lets transformers unpack GGUF where it could also compute with packed weights."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)  # older ones always unpack
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
+
+
+def _forget_packing(model: Any) -> None:
+    """The weights are unpacked. Were it not forgotten, a saved config would say otherwise."""
+    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = False
+
+
+def _correct_special_tokens(tokenizer: Any, config: Any) -> None:
+    """Take them from the metadata of the file: conversion may give the end of a text its begin."""
+    for role in ("bos", "eos", "unk", "pad"):
+        number = getattr(config, f"{role}_token_id", None)
+        if isinstance(number, int):
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
 
 
 def _require_all_weights(model: Any, found: dict[str, Any], source: _Source) -> None:

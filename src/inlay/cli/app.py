@@ -4,6 +4,8 @@ What the library needs for its work takes seconds to import, so commands import 
 `inlay --help` answers at once.
 """
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -23,6 +25,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line."""
+    if not sys.stderr.isatty():
+        # Libraries draw bars of their own, and this is read once, when they are imported.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     app(prog_name="inlay")
 
 
