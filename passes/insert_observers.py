@@ -44,13 +44,14 @@ class InsertObservers(Pass):
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
         there = {(slot.name, node.args[0]) for node in gm.graph.nodes for slot in observes(node)}
+        targets = _Targets()
         modified = False
         for node in list(gm.graph.nodes):
             for base_name, slot in slots_of(node).items():
                 value = _value(gm, node, base_name)
                 if not slot.is_observed or value is None or (slot.name, value) in there:
                     continue
-                self._insert(gm.graph, node, value, slot)
+                self._insert(gm.graph, node, value, slot, targets)
                 there.add((slot.name, value))
                 modified = True
         gm.recompile()
@@ -63,7 +64,9 @@ class InsertObservers(Pass):
                 if slot.is_observed and slot.name not in observed:
                     raise GraphError(f"{slot.name} at node {node.name} is not observed")
 
-    def _insert(self, graph: Graph, node: Node, value: Node, slot: Slot) -> None:
+    def _insert(
+        self, graph: Graph, node: Node, value: Node, slot: Slot, targets: "_Targets"
+    ) -> None:
         at = graph.inserting_after(node) if value is node else graph.inserting_before(node)
         rule = Rule(slot)
         if slot.base_name == "weight":
@@ -76,10 +79,10 @@ class InsertObservers(Pass):
                     f"node {value.name}, observed as {slot.name}, has no shape; trace with example "
                     "inputs or use inlay.graph.propagate_shapes first"
                 )
-            target, state = _observe(rule, fake)
+            target = targets.find(rule, fake)
             inputs = [
                 add_input(graph, SlotInput(slot.name, key), tensor, self.name)
-                for key, tensor in state.items()
+                for key, tensor in target.fake_state(fake).items()
             ]
             with at:
                 observe = graph.call_function(target, (value, *inputs))
@@ -109,19 +112,28 @@ def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
     return stamp(attribute, InsertObservers.__name__)
 
 
-def _observe(rule: Rule, value: torch.Tensor) -> tuple[Observe, dict[str, Any]]:
-    """The observe node's target and its state without data."""
+class _Targets:
+    """Targets of observe nodes. A model repeats its blocks; each kind of slot is traced once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Observe] = {}
+
+    def find(self, rule: Rule, value: torch.Tensor) -> Observe:
+        kind = (rule, str(tuple(value.shape)), value.dtype, value.device)
+        if kind not in self._known:
+            self._known[kind] = _traced(rule, value)
+        return self._known[kind]
+
+
+def _traced(rule: Rule, value: torch.Tensor) -> Observe:
     try:
-        specs = rule.specs(value)
-        reason = None
+        return Observe(rule, rule.specs(value))
     except Exception as error:
         # Whatever an observer of the user's own does while it is traced: it still works.
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-        specs = ()
-        # Without the slot's name: the same text for all slots is shown once.
-        warnings.warn(
-            f"observer {rule.name} cannot be traced and runs outside the compiled graph: {reason}",
-            stacklevel=2,
-        )
-    target = Observe(rule, specs, reason)
-    return target, target.fake_state(value)
+    # Without the slot's name: the same text for all slots is shown once.
+    warnings.warn(
+        f"observer {rule.name} cannot be traced and runs outside the compiled graph: {reason}",
+        stacklevel=2,
+    )
+    return Observe(rule, (), reason)

@@ -12,6 +12,7 @@ from torch._C._dynamo.eval_frame import reset_code
 
 from inlay.backend import Backend
 from inlay.calibration import Calibration
+from inlay.data import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError, GraphError
 from inlay.measures import Choices, Measure, Vectors, next_tokens
 from inlay.progress import watched
@@ -52,7 +53,8 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
     """
     _require_finalized(model, calibration)
     statistics, passes = calibration.statistics.borrowed(), calibration.backend.passes
-    batches = [_on_device(model, batch) for batch in batches]
+    varying = varying_sizes(batches)
+    batches = [on_device_of(model, batch, varying) for batch in batches]
     show = statistics.show_progress
     with _evaluating(model):
         outputs = _Outputs(model)
@@ -140,17 +142,6 @@ def _quantized(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
 
 def _call(model: Callable[..., Any], batch: Batch) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(*batch)
-
-
-def _on_device(model: nn.Module, batch: Batch) -> Batch:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-
-    def move(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    if isinstance(batch, Mapping):
-        return {name: move(value) for name, value in batch.items()}
-    return tuple(map(move, batch))
 
 
 def _named(model: nn.Module, batch: Batch) -> Mapping[str, Any]:

@@ -4,18 +4,31 @@ import hashlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from inlay.errors import ConfigurationError
 from inlay.rows import Row, Tokenization, read_rows, row_of
 
-__all__ = ["Batch", "Batches", "batches_of", "count_tokens", "digest"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Varying",
+    "batches_of",
+    "count_tokens",
+    "digest",
+    "on_device_of",
+    "varying_sizes",
+]
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+# Dimensions of tensors, by the name or place that these have in a batch.
+Varying = Mapping[str | int, Sequence[int]]
 
 _T = TypeVar("_T")
 _END = object()
@@ -104,6 +117,49 @@ def batches_of(
         held_out=list(batched(kept)),
         samples=sum(map(weight, used)),
     )
+
+
+def varying_sizes(batches: Iterable[Any]) -> Varying:
+    """Dimensions that no half of the batches agree on, as the length of texts.
+
+    Compiled for the first batch alone, a model would be compiled again with the second. Where most
+    sizes are the same, it is worth that: code for one size is faster.
+    """
+    shapes: dict[str | int, list[torch.Size]] = defaultdict(list)
+    for batch in batches:
+        for name, part in _parts(batch):
+            if isinstance(part, torch.Tensor):
+                shapes[name].append(part.shape)
+    return {
+        name: [dim for dim, sizes in enumerate(zip(*of, strict=True)) if _differ(sizes)]
+        for name, of in shapes.items()
+        if len({len(shape) for shape in of}) == 1
+    }
+
+
+def _differ(sizes: Sequence[int]) -> bool:
+    ((_, most),) = Counter(sizes).most_common(1)
+    return most < len(sizes) and 2 * most <= len(sizes)
+
+
+def on_device_of(model: nn.Module, batch: Any, varying: Varying | None = None) -> Any:
+    """The batch where the model is.
+
+    :param varying: sizes that are not to be relied on when it is compiled
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    moved = {}
+    for name, part in _parts(batch):
+        if isinstance(part, torch.Tensor):
+            part = part.detach().to(device)  # a tensor of its own, which can be marked
+            for dim in (varying or {}).get(name, ()):
+                torch._dynamo.maybe_mark_dynamic(part, dim)
+        moved[name] = part
+    return moved if isinstance(batch, Mapping) else tuple(moved.values())
+
+
+def _parts(batch: Any) -> Iterable[tuple[Any, Any]]:
+    return batch.items() if isinstance(batch, Mapping) else enumerate(batch)
 
 
 def count_tokens(batch: Batch) -> tuple[int, int]:

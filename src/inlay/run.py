@@ -9,8 +9,16 @@ import torch
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.data import Batches, batches_of, count_tokens, digest
+from inlay.data import (
+    Batches,
+    batches_of,
+    count_tokens,
+    digest,
+    on_device_of,
+    varying_sizes,
+)
 from inlay.errors import ConfigurationError, StatisticsError
+from inlay.loading import require_full_precision
 from inlay.progress import Bar
 from inlay.recipe import Recipe
 from inlay.record import Record, Stages
@@ -57,6 +65,7 @@ def calibrate(
     :param progress: whether to draw progress bars; by default where there is a terminal
     :return: the finalized calibration, ready for `save`
     """
+    require_full_precision(getattr(model, "config", None), _name_of(model))
     stages = Stages()
     with stages("reading data"):
         batches = (
@@ -82,7 +91,7 @@ def calibrate(
     keeper.save(calibration)
     done = calibration.data_seen
     calibration.tokenizer = tokenizer
-    calibration.held_out = [_moved(batch, model) for batch in batches.held_out]
+    calibration.held_out = [on_device_of(model, batch) for batch in batches.held_out]
     calibration.record = Record(
         model=_name_of(model),
         data=batches.source,
@@ -105,6 +114,7 @@ def _observe(
     already = calibration.data_seen
     again = DataSeen()  # what is passed over, for it was observed before
     checked = 0  # graphs that are known to leave out padding
+    varying = varying_sizes(batches if _count(batches) else ())
     show = calibration.statistics.show_progress
     with Bar("calibrating", total=_count(batches), unit="tokens", show=show) as bar:
         for batch in batches:
@@ -119,7 +129,7 @@ def _observe(
                     )
                 bar.advance(0)
                 continue
-            _timed(calibration, _moved(batch, model), stages)
+            _timed(calibration, on_device_of(model, batch, varying), stages)
             if padding and not count_padding and checked < len(calibration.graphs):
                 _require_padding_left_out(calibration)
                 checked = len(calibration.graphs)
@@ -228,17 +238,6 @@ def _rows(batch: Any) -> int:
     values = batch.values() if isinstance(batch, Mapping) else batch
     first = next((v for v in values if isinstance(v, torch.Tensor) and v.ndim > 0), None)
     return 0 if first is None else int(first.shape[0])
-
-
-def _moved(batch: Any, model: nn.Module) -> Any:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if isinstance(batch, Mapping):
-        return {key: _on(value, device) for key, value in batch.items()}
-    return tuple(_on(value, device) for value in batch)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _vocabulary(model: nn.Module) -> int | None:
