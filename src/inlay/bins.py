@@ -160,7 +160,7 @@ class Histogram:
         :return: values and weights of shape (*qparam_shape, points)
         """
         is_bfloat16 = self.min_vals.dtype == torch.bfloat16
-        per_bin = 1 << max(0, (7 if is_bfloat16 else 10) - self.bins.mantissa_bits)
+        per_bin = 1 << max(0, (7 if is_bfloat16 else 9) - self.bins.mantissa_bits)
         step = torch.arange(per_bin, device=self.mass.device)
         if not is_bfloat16:
             shift = torch.arange(len(self._inner), device=self.mass.device) * _GOLDEN % 1
