@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from inlay.graph import copy, fake_value, inputs_of, module_path
 from inlay.pass_base import Pass, PassResult
@@ -91,7 +91,8 @@ def _fits(value: torch.Tensor, mask: torch.Tensor, rule: Rule) -> bool:
 
 
 def _same(one: int, other: int) -> bool:
-    return bool(statically_known_true(one == other))
+    # Sizes that are symbols of their own and happen to be equal get a guard: the graph is for that.
+    return bool(guard_or_false(one == other))
 
 
 def _warn(rule: Rule) -> None:

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from tokens import CHAT, END, PADDING, WORDS, text_of, word_tokenizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from inlay.data import Batch, Batches, batches_of, count_tokens, digest
+from inlay.data import (
+    Batch,
+    Batches,
+    batches_of,
+    count_tokens,
+    digest,
+    on_device_of,
+    varying_sizes,
+)
 from inlay.errors import ConfigurationError
 
 TOKENIZER = word_tokenizer()
@@ -413,3 +421,30 @@ def test_batches_are_what_they_hold() -> None:
     found = Batches(source="here", calibration=[ids], held_out=[], samples=1)
     assert list(found) == [ids]
     assert len(found) == 1
+
+
+def of_lengths(*lengths: int) -> list[Batch]:
+    return [{"input_ids": torch.zeros(2, length, dtype=torch.long)} for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dims"),
+    [((3,), []), ((3, 3), []), ((3, 4), [1]), ((3, 3, 4), []), ((3, 3, 4, 5), [1]), ((), None)],
+)
+def test_sizes_vary_where_no_half_agrees(lengths: tuple[int, ...], dims: list[int] | None) -> None:
+    expected = {} if dims is None else {"input_ids": dims}
+    assert varying_sizes(of_lengths(*lengths)) == expected
+
+
+def test_tensors_that_change_their_rank_do_not_count() -> None:
+    assert varying_sizes(
+        [(torch.zeros(3), torch.zeros(1)), (torch.zeros(2, 4), torch.zeros(2))]
+    ) == {1: [0]}
+
+
+def test_marks_do_not_stay_on_the_tensors_of_the_caller() -> None:
+    (batch,) = of_lengths(5)
+    moved = on_device_of(torch.nn.Linear(1, 1), batch, {"input_ids": [1]})
+    assert torch.equal(moved["input_ids"], batch["input_ids"])
+    assert hasattr(moved["input_ids"], "_dynamo_weak_dynamic_indices")
+    assert not hasattr(batch["input_ids"], "_dynamo_weak_dynamic_indices")

@@ -12,6 +12,7 @@ from families import SIZES, bert, gpt2, llama
 from tokens import word_tokenizer
 from torch import nn
 
+import inlay
 from inlay.errors import ConfigurationError
 from inlay.loading import empty_model, load_model, load_tokenizer
 
@@ -145,6 +146,10 @@ def test_code_of_a_model_runs_only_when_trusted(
     assert marker.exists()
 
 
+TOKENS = [*map(chr, range(33, 33 + SIZES["vocab_size"] - 2)), "ab", "cd"]
+SPECIAL = {"bos": 3, "eos": 4, "unk": 5, "pad": 6}
+
+
 def write_gguf(path: Path, model: nn.Module) -> None:
     import gguf
 
@@ -158,6 +163,12 @@ def write_gguf(path: Path, model: nn.Module) -> None:
     writer.add_head_count_kv(2)
     writer.add_vocab_size(SIZES["vocab_size"])
     writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(TOKENS))
+    writer.add_token_merges(["a b", "c d"])
+    for role, number in SPECIAL.items():
+        getattr(writer, f"add_{role}_token_id")(number)
     for name, tensor in model.state_dict().items():
         writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy().astype(np.float32))
     writer.write_header_to_file()
@@ -167,7 +178,6 @@ def write_gguf(path: Path, model: nn.Module) -> None:
 
 
 def test_gguf(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     model = llama()
     write_gguf(tmp_path / "tiny.gguf", model)
     loaded = load_model(tmp_path, gguf_file="tiny.gguf")
@@ -176,3 +186,22 @@ def test_gguf(tmp_path: Path) -> None:
     assert torch.equal(loaded.state_dict()[weight], model.state_dict()[weight])
     assert type(empty_model(tmp_path, gguf_file="tiny.gguf")) is type(model)
     assert "there is no file other.gguf" in refused(tmp_path, gguf_file="other.gguf")
+
+
+def test_a_tokenizer_of_gguf_has_the_special_tokens_of_the_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", llama())
+    tokenizer = load_tokenizer(tmp_path, gguf_file="tiny.gguf")
+    found = {role: getattr(tokenizer, f"{role}_token_id") for role in SPECIAL}
+    assert found == SPECIAL
+
+
+def test_gguf_to_checkpoint(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", llama())
+    model = load_model(tmp_path, gguf_file="tiny.gguf")
+    recipe = inlay.Recipe.from_preset("W8A8", ignore=["lm_head"])
+    inlay.calibrate(model, recipe, compiler="eager").save(tmp_path / "out", report=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    model.save_pretrained(tmp_path / "plain")
+    assert "gguf" not in (tmp_path / "plain" / "config.json").read_text()
+    assert type(load_model(tmp_path / "plain")) is type(model)

@@ -47,6 +47,24 @@ def test_it_ends_finalized_with_a_record() -> None:
     ]
 
 
+def test_texts_of_all_lengths_are_compiled_once() -> None:
+    model = llama()
+    data = [{"input_ids": torch.randint(0, 96, (1, length))} for length in (5, 9, 7, 12)]
+    assert len(run(model, data, held_out=0).graphs) == 1
+    # Read as they come, nobody knows of the second length before it is there.
+    assert len(run(model, iter(data), held_out=0).graphs) == 2
+
+
+def test_a_quantized_model_is_refused_before_it_runs() -> None:
+    model = llama()
+    model.config.quantization_config = {"quant_method": "compressed-tensors"}
+    with pytest.raises(ConfigurationError, match="quantized already; calibrate the model that it"):
+        run(model, batches(model))
+    model.config.quantization_config = {"quant_method": "gguf"}
+    with pytest.raises(ConfigurationError, match=r"load_model\(folder, gguf_file=…\) unpacks"):
+        run(model, batches(model))
+
+
 def test_interrupted_and_resumed_it_is_the_same(tmp_path: Path, monkeypatch) -> None:
     model = llama()
     data = batches(model)

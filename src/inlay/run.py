@@ -86,7 +86,7 @@ def calibrate(
     calibration = keeper.begin(model, recipe, resume, **options)
     if _needs_data(calibration):
         _observe(calibration, model, batches, stages, keeper, count_padding)
-    with stages("searching weights"):
+    with stages("searching ranges"):
         calibration.finalize(accept=accept)
     keeper.save(calibration)
     done = calibration.data_seen

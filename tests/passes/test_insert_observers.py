@@ -7,6 +7,7 @@ from inlay import Recipe
 from inlay.errors import GraphError
 from inlay.graph import made_by, slot_inputs
 from inlay.passes import Annotate, InsertObservers, Pipeline
+from inlay.rules import Rule
 from inlay.slots import Plan
 from inlay.state import observes
 
@@ -83,6 +84,18 @@ def test_a_graph_without_shapes_is_refused() -> None:
         GraphError, match=r"in pass InsertObservers, after Annotate at node .*shape"
     ):
         Pipeline((Annotate(plan=Plan(model, STATIC)), InsertObservers()))(gm)
+
+
+def test_slots_of_one_kind_are_traced_once(monkeypatch) -> None:
+    traced = []
+    specs = Rule.specs
+    monkeypatch.setattr(
+        Rule, "specs", lambda rule, value: traced.append(rule) or specs(rule, value)
+    )
+    blocks = nn.Sequential(*(linear() for _ in range(5)), linear(6, 4))
+    gm = inserted(blocks)
+    assert sum(len(observes(node)) for node in gm.graph.nodes) == 12
+    assert len(traced) == 1  # all inputs have the same shape
 
 
 def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:
