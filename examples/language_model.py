@@ -23,13 +23,21 @@ from transformers import AutoModelForCausalLM
 import inlay
 from inlay.loading import load_model, load_tokenizer
 
-PROSE = Path(__file__).with_name("prose.txt")
+HERE = Path(__file__).parent
+PROSE, OUTLIERS = HERE / "prose.txt", HERE / "outliers_per_token.yaml"
+
+
+def preset(name: str, **changes: Any) -> inlay.Recipe:
+    return inlay.Recipe.from_preset(name, ignore=["lm_head"], **changes)
+
+
 RUNS = {
-    "W8A8, dynamic": ("W8A8", {}),
-    "W8A8, dynamic, mse weights": ("W8A8", {"weights": {"observer": "memoryless_mse"}}),
-    "W8A8_STATIC, static_minmax": ("W8A8_STATIC", {"inputs": {"observer": "static_minmax"}}),
-    "W8A8_STATIC, minmax": ("W8A8_STATIC", {"inputs": {"observer": "minmax"}}),
-    "W8A8_STATIC, histogram": ("W8A8_STATIC", {"inputs": {"observer": "histogram"}}),
+    "W8A8": preset("W8A8"),
+    "W8A8, mse weights": preset("W8A8", weights={"observer": "memoryless_mse"}),
+    "W8A8_STATIC, static_minmax": preset("W8A8_STATIC", inputs={"observer": "static_minmax"}),
+    "W8A8_STATIC, minmax": preset("W8A8_STATIC", inputs={"observer": "minmax"}),
+    "W8A8_STATIC, histogram": preset("W8A8_STATIC", inputs={"observer": "histogram"}),
+    "W8A8_STATIC, histogram, down_proj per token": inlay.Recipe.from_yaml(OUTLIERS),
 }
 
 
@@ -53,12 +61,10 @@ def main() -> None:
         "float32", *row(model, tokenizer, test, 0.0, arguments.question), end_section=True
     )
     for name in [arguments.only] if arguments.only else RUNS:
-        scheme, changes = RUNS[name]
         torch._dynamo.reset()
-        recipe = inlay.Recipe.from_preset(scheme, ignore=["lm_head"], **changes)
         start = time.perf_counter()
         calibration = inlay.calibrate(
-            model, recipe, train, tokenizer=tokenizer, max_length=256, batch_size=4
+            model, RUNS[name], train, tokenizer=tokenizer, max_length=256, batch_size=4
         )
         folder = arguments.out / name.replace(", ", "-").replace(" ", "_")
         calibration.save(folder, overwrite=True)

@@ -66,6 +66,7 @@ def test_example_with_a_language_model(tmp_path: Path) -> None:
     from families import llama
     from tokens import CHAT, text_of, word_tokenizer
 
+    run = "W8A8_STATIC, histogram, down_proj per token"
     llama().save_pretrained(tmp_path / "model")
     word_tokenizer(chat_template=CHAT).save_pretrained(tmp_path / "model")
     texts = [text_of(list(range(start, start + 9))) for start in range(30)]
@@ -73,13 +74,18 @@ def test_example_with_a_language_model(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "language_model.py"), str(tmp_path / "model")]
     options = ["--text", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [*command, *options, "--only", "W8A8, dynamic", "--question", "w1 w2"],
+        [*command, *options, "--only", run, "--question", "w1 w2"],
         capture_output=True,
         text=True,
         check=True,
     )
     assert "float32" in done.stdout
-    assert "W8A8, dynamic" in done.stdout
+    assert "down_proj" in done.stdout
+    recipe = (
+        tmp_path / "out" / run.replace(", ", "-").replace(" ", "_") / "recipe.yaml"
+    ).read_text()
+    assert "histogram" in recipe
+    assert "strategy: token" in recipe
 
 
 @pytest.mark.parametrize("name", ["observe_a_weight.py", "calibrate_in_the_graph.py"])

@@ -155,6 +155,19 @@ def test_forms_of_yaml(text: str) -> None:
     assert scheme(recipe).input_activations.num_bits == 8
 
 
+def test_groups_may_name_presets() -> None:
+    text = "config_groups: {W8A8_STATIC: ['re:.*up$'], W8A8: ['re:.*down$']}\nignore: [head]\n"
+    groups = Recipe.from_yaml(text).config.config_groups
+    assert {name: group.targets for name, group in groups.items()} == {
+        "W8A8_STATIC": ["re:.*up$"],
+        "W8A8": ["re:.*down$"],
+    }
+    assert groups["W8A8_STATIC"].input_activations.dynamic is False
+    assert groups["W8A8"].input_activations.dynamic is True
+    with pytest.raises(ConfigurationError, match="no preset 'W8A9'"):
+        Recipe.from_yaml(text.replace("W8A8:", "W8A9:"))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

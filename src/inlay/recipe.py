@@ -102,10 +102,13 @@ class Recipe:
 
     @classmethod
     def from_config(cls, config: QuantizationConfig | Mapping[str, Any]) -> "Recipe":
-        """The recipe of a `QuantizationConfig`, which is copied."""
+        """The recipe of a `QuantizationConfig`, which is copied, or of its fields.
+
+        A group may be the name of a preset and its targets: `{"W8A8": ["Linear"]}`.
+        """
         if isinstance(config, QuantizationConfig):
             return cls(config.model_copy(deep=True))
-        return cls(_checked(QuantizationConfig, **config))
+        return cls(_checked(QuantizationConfig, **_with_presets(config)))
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> "Recipe":
@@ -165,6 +168,18 @@ def _preset(name: str, targets: list[str]) -> QuantizationScheme:
             f"there is no preset {name!r}; there are {', '.join(preset_names())}"
         )
     return preset_name_to_scheme(name, targets)
+
+
+def _with_presets(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a config, with groups that name a preset written out."""
+    groups = fields.get("config_groups")
+    if not isinstance(groups, Mapping):
+        return dict(fields)
+    written_out = {
+        name: _preset(name, group) if isinstance(group, list) else group
+        for name, group in groups.items()
+    }
+    return {**fields, "config_groups": written_out}
 
 
 def _change(
