@@ -1,14 +1,20 @@
 """The package as a newcomer meets it."""
 
+import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
 
 import inlay
+
+ROOT = Path(__file__).parent.parent
 
 
 def modules() -> list[str]:
@@ -64,3 +70,28 @@ def test_unknown_attribute() -> None:
 
 def test_the_old_functorch_distribution_is_not_asked_for() -> None:
     assert not any(line.startswith("functorch") for line in requires("inlay") or [])
+
+
+def imported_at_once(path: Path) -> Iterator[str]:
+    """Modules of the package that a file imports when it is itself imported."""
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("inlay"):
+            _, *parts = (statement.module or "").split(".")
+            yield from parts[:1] or [alias.name for alias in statement.names]
+
+
+def test_imports_go_one_way() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    listed = re.search(r"holds this list to: (.*?)\.\n", text, re.DOTALL)
+    assert listed is not None
+    layers = [re.findall(r"\w+", layer) for layer in listed.group(1).split("→")]
+    place = {name: number for number, layer in enumerate(layers) for name in layer}
+    files = [*(ROOT / "src" / "inlay").rglob("[a-z]*.py"), *(ROOT / "passes").glob("*.py")]
+    seen = set()
+    for path in files:
+        folder = path.relative_to(ROOT / "src" / "inlay" if "src" in path.parts else ROOT)
+        name = folder.parts[0].removesuffix(".py")
+        seen.add(name)
+        for other in set(imported_at_once(path)) - {name, "_version"}:
+            assert place[other] < place[name], f"{name} imports {other}, which is listed after it"
+    assert seen == set(place)
