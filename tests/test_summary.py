@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import batch, bert, llama, mixtral
+from families import batch, bert, llama, mixtral, vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -251,7 +251,8 @@ def test_report_of_a_language_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "preset"), [(bert, "NVFP4"), (bert, "FP8_DYNAMIC"), (mixtral, "W8A8_STATIC")]
+    ("make", "preset"),
+    [(bert, "NVFP4"), (vit, "FP8_DYNAMIC"), (mixtral, "W8A8_STATIC")],
 )
 def test_reports_of_other_schemes(make: Callable[[], nn.Module], preset: str) -> None:
     model = make()

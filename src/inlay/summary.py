@@ -16,6 +16,7 @@ from inlay.bins import Histogram
 from inlay.calibration import Calibration
 from inlay.compare import Comparison
 from inlay.distributions import Clip, distribution_of_histogram, distribution_of_weight
+from inlay.layers import experts_in_one_parameter
 from inlay.observers import Observer, QParamsDict
 from inlay.observers.histogram import HistogramObserver
 from inlay.recipe import default_observer
@@ -109,11 +110,11 @@ def _remarks(
 
 def _about_experts(model: nn.Module) -> Iterable[Remark]:
     """Weights of many experts in one parameter are no modules that a recipe could target."""
-    stacked = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
-    if stacked:
+    found = [name for name, _ in experts_in_one_parameter(model)]
+    if found:
         text = (
-            f"{len(stacked):,} parameters hold several matrices in one tensor, such as "
-            f"{stacked[0]}; they are no Linear modules and stay in full precision."
+            f"{len(found):,} modules hold all their experts in one parameter, such as {found[0]}; "
+            "these are no Linear modules and stay in full precision."
         )
         yield Remark(severity="note", text=text)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 WAYS = ["inlay", "basic", "sequential"]
-CASES = [("static_minmax", 8), ("static_minmax", 64), ("mse", 8), ("mse", 64)]
+CASES = [("static_minmax", 8), ("static_minmax", 64), ("mse", 64)]
 VOCABULARY = 4096
 
 
