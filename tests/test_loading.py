@@ -193,6 +193,10 @@ def test_a_tokenizer_of_gguf_has_the_special_tokens_of_the_file(tmp_path: Path) 
     tokenizer = load_tokenizer(tmp_path, gguf_file="tiny.gguf")
     found = {role: getattr(tokenizer, f"{role}_token_id") for role in SPECIAL}
     assert found == SPECIAL
+    assert tokenizer.decode(tokenizer("a!").input_ids[-2:]) == "a!"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    settings = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert settings["clean_up_tokenization_spaces"] is False
 
 
 def test_gguf_to_checkpoint(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def load_tokenizer(
         )
     )
     if gguf_file is not None:
-        _correct_special_tokens(tokenizer, source.config())
+        _correct_tokenizer(tokenizer, source.config())
     return tokenizer
 
 
@@ -267,12 +267,17 @@ def _forget_packing(model: Any) -> None:
     model.is_quantized = False
 
 
-def _correct_special_tokens(tokenizer: Any, config: Any) -> None:
-    """Take them from the metadata of the file: conversion may give the end of a text its begin."""
+def _correct_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Undo what conversion from GGUF gets wrong.
+
+    The end of a text may become its begin, so special tokens are taken from the file's metadata;
+    and spaces before punctuation would be lost, which only WordPiece puts there.
+    """
     for role in ("bos", "eos", "unk", "pad"):
         number = getattr(config, f"{role}_token_id", None)
         if isinstance(number, int):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
+    tokenizer.clean_up_tokenization_spaces = False
 
 
 def _require_all_weights(model: Any, found: dict[str, Any], source: _Source) -> None:
