@@ -58,8 +58,6 @@ def load_model(
         )
     )
     _require_all_weights(model, found, source)
-    if gguf_file is not None:
-        _forget_packing(model)
     assert isinstance(model, nn.Module)
     return model.eval()
 
@@ -252,19 +250,11 @@ def require_full_precision(config: Any, name: str) -> None:
 
 
 def _unpacked() -> dict[str, Any]:
-    """What lets transformers unpack GGUF where it could also compute with packed weights."""
+    """What lets transformers unpack GGUF, and not call the model quantized afterwards."""
     import transformers
 
     config = getattr(transformers, "GgufConfig", None)  # older ones always unpack
     return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-def _forget_packing(model: Any) -> None:
-    """The weights are unpacked. Were it not forgotten, a saved config would say otherwise."""
-    for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
-        if hasattr(owner, name):
-            delattr(owner, name)
-    model.is_quantized = False
 
 
 def _correct_tokenizer(tokenizer: Any, config: Any) -> None:
