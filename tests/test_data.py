@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from tokens import CHAT, END, PADDING, WORDS, text_of, word_tokenizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from inlay.data import (
-    Batch,
-    Batches,
-    batches_of,
-    count_tokens,
-    digest,
-    on_device_of,
-    varying_sizes,
-)
+from inlay.batch import Batch, count_tokens, digest, on_device_of, varying_sizes
+from inlay.data import Batches, batches_of
 from inlay.errors import ConfigurationError
 
 TOKENIZER = word_tokenizer()

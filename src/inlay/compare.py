@@ -11,8 +11,8 @@ from torch import nn
 from torch._C._dynamo.eval_frame import reset_code
 
 from inlay.backend import Backend
+from inlay.batch import on_device_of, varying_sizes
 from inlay.calibration import Calibration
-from inlay.data import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError, GraphError
 from inlay.measures import Choices, Measure, Vectors, next_tokens
 from inlay.progress import watched

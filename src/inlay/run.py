@@ -8,15 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from inlay.batch import count_tokens, digest, on_device_of, varying_sizes
 from inlay.calibration import Calibration
-from inlay.data import (
-    Batches,
-    batches_of,
-    count_tokens,
-    digest,
-    on_device_of,
-    varying_sizes,
-)
+from inlay.data import Batches, batches_of
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.loading import require_full_precision
 from inlay.progress import Bar
