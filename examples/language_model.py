@@ -21,7 +21,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 import inlay
-from inlay.loading import load_model, load_tokenizer
+from inlay.checkpoint.loading import load_model, load_tokenizer
 
 HERE = Path(__file__).parent
 PROSE, OUTLIERS = HERE / "prose.txt", HERE / "outliers_per_token.yaml"

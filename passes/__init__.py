@@ -1,6 +1,6 @@
 """The passes of Inlay: each a function from graph to graph."""
 
-from inlay.pass_base import Pass, PassResult, Pipeline
+from inlay.graph import Pass, PassResult, Pipeline
 from inlay.passes.annotate import Annotate
 from inlay.passes.fold_qparams import FoldQParams
 from inlay.passes.insert_observers import InsertObservers

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from inlay.graph import attention_states, copy, module_path, weight_use
-from inlay.pass_base import Pass, PassResult
-from inlay.rules import is_importance_weighted
-from inlay.slots import Plan, Slot, annotate
+from inlay.graph import Pass, PassResult, annotate, attention_states, copy, module_path, weight_use
+from inlay.recipe import Plan, Slot
 
 __all__ = ["Annotate"]
 
@@ -65,8 +63,6 @@ class Annotate(Pass):
 
 
 def _with_importance(slots: dict[str, Slot]) -> dict[str, Slot]:
-    """A weight observer that weighs input channels has to see the inputs too."""
-    weight = slots.get("weight")
-    if weight is None or not is_importance_weighted(weight):
-        return slots
-    return {**slots, "importance": Slot(weight.module, "importance", weight.args)}
+    """Slots of a module, and one for its input where the observer of its weight asks for that."""
+    importance = slots["weight"].importance if "weight" in slots else None
+    return slots if importance is None else {**slots, importance.base_name: importance}

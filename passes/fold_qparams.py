@@ -9,25 +9,28 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from inlay.graph import (
+    Pass,
+    PassResult,
     SlotInput,
     add_input,
     attention_states,
     copy,
-    fake_mode,
     fake_value,
+    folded_parts,
+    mark_folded,
+    observes,
     replace_weight,
+    slots_of,
     stamp,
     weight_use,
 )
+from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import QParamsDict
-from inlay.pass_base import Pass, PassResult
-from inlay.quantize import QuantizeDequantize
-from inlay.slots import Slot, slots_of
-from inlay.state import observes
+from inlay.ranges.args import key_of
+from inlay.recipe import Slot
+from inlay.torch_private import fake_mode_of
 
 __all__ = ["FoldQParams"]
-
-_FOLDED = "inlay_folded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class FoldQParams(Pass):
                                                return y
 
     The weight is quantized before, once; a graph never does it per call. Scales and weights are
-    inputs, so that identical blocks share a graph; `inlay.graph.bind` makes them constants.
+    inputs, so that identical blocks share a graph; `inlay.graph.graph.bind` makes them constants.
     Slots that are quantized dynamically compute their scales in the graph. A slot without qparams
     is left in full precision.
     """
@@ -56,23 +59,23 @@ class FoldQParams(Pass):
         shared = {slot.name: observes(n)[0].name for n in gm.graph.nodes for slot in observes(n)}
         done: dict[tuple[Any, ...], Node] = {}
         for node in list(gm.graph.nodes):
-            if not slots_of(node) or node.meta.get(_FOLDED):
+            to_fold = [
+                slot
+                for base_name, slot in slots_of(node).items()
+                if base_name not in folded_parts(node) and slot.is_quantized(self.qparams)
+            ]
+            if not to_fold:
                 continue
             node = _as_function(gm, node, self.name)
-            node.meta[_FOLDED] = True
-            for base_name, slot in slots_of(node).items():
-                if base_name == "importance" or not self._has_qparams(slot):
-                    continue
-                if base_name == "weight":
+            for slot in to_fold:
+                if slot.is_weight:
                     self._fold_weight(gm, node, slot)
                 else:
                     self._quantize(gm, node, slot, shared.get(slot.name, slot.name), done)
-                modified = True
+                mark_folded(node, slot.base_name)
+            modified = True
         gm.recompile()
         return PassResult(gm, modified)
-
-    def _has_qparams(self, slot: Slot) -> bool:
-        return slot.name in self.qparams or not slot.is_observed
 
     def _fold_weight(self, gm: GraphModule, node: Node, slot: Slot) -> None:
         use = weight_use(gm, node)
@@ -87,7 +90,7 @@ class FoldQParams(Pass):
         self, gm: GraphModule, node: Node, slot: Slot, owner: str, done: dict[tuple[Any, ...], Node]
     ) -> None:
         reader, value = _reader_and_value(gm, node, slot.base_name)
-        key = (value, owner if slot.is_observed else repr(slot.args))
+        key = (value, owner if slot.is_observed else key_of(slot.args))
         if key not in done or slot.base_name == "output":
             inputs = self._inputs(gm, slot, owner, value)
             target = QuantizeDequantize(slot.args, tuple(inputs))
@@ -112,9 +115,8 @@ class FoldQParams(Pass):
     def _inputs(self, gm: GraphModule, slot: Slot, owner: str, value: Node) -> dict[str, Node]:
         if not slot.is_observed:
             return {}
-        wanted = ("scale", "zero_point", "global_scale") if slot.is_static else ("global_scale",)
-        found = {key: self.qparams[slot.name].get(key) for key in wanted}
-        mode = fake_mode(fake_value(value))
+        found = {key: self.qparams[slot.name].get(key) for key in slot.used_qparams}
+        mode = fake_mode_of(fake_value(value))
         return {
             key: add_input(
                 gm.graph,

@@ -9,18 +9,22 @@ from torch.fx import Graph, GraphModule, Node
 
 from inlay.errors import GraphError
 from inlay.graph import (
+    Pass,
+    PassResult,
     SlotInput,
     add_input,
     attention_states,
     copy,
     fake_value,
+    mark_observer,
+    observes,
+    slots_of,
     stamp,
     weight_use,
 )
-from inlay.pass_base import Pass, PassResult
-from inlay.rules import Rule
-from inlay.slots import Slot, slots_of
-from inlay.state import OBSERVES, Observe, ObserveWeight, observes
+from inlay.nodes.observe import Observe, ObserveWeight
+from inlay.recipe import Slot
+from inlay.statistics.rule import Rule
 
 __all__ = ["InsertObservers"]
 
@@ -57,6 +61,16 @@ class InsertObservers(Pass):
         gm.recompile()
         return PassResult(gm, modified)
 
+    def requires(self, gm: GraphModule) -> None:
+        annotated = {s.name: s for node in gm.graph.nodes for s in slots_of(node).values()}
+        for node in gm.graph.nodes:
+            for slot in observes(node):
+                if annotated.get(slot.name, slot) != slot:
+                    raise GraphError(
+                        f"{slot.name} is observed at node {node.name} as another recipe asks; run "
+                        "RemoveObservers before the graph is annotated with this one"
+                    )
+
     def ensures(self, gm: GraphModule) -> None:
         observed = {slot.name for node in gm.graph.nodes for slot in observes(node)}
         for node in gm.graph.nodes:
@@ -77,7 +91,7 @@ class InsertObservers(Pass):
             if not isinstance(fake, torch.Tensor):
                 raise GraphError(
                     f"node {value.name}, observed as {slot.name}, has no shape; trace with example "
-                    "inputs or use inlay.graph.propagate_shapes first"
+                    "inputs or use inlay.graph.graph.propagate_shapes first"
                 )
             target = targets.find(rule, fake)
             inputs = [
@@ -86,7 +100,7 @@ class InsertObservers(Pass):
             ]
             with at:
                 observe = graph.call_function(target, (value, *inputs))
-        observe.meta[OBSERVES] = (slot,)
+        mark_observer(observe, (slot,))
         observe.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         stamp(observe, self.name)
 

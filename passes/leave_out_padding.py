@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from inlay.graph import copy, fake_value, inputs_of, module_path
-from inlay.pass_base import Pass, PassResult
-from inlay.rules import Rule
-from inlay.state import Observe, observes
+from inlay.graph import Pass, PassResult, copy, fake_value, inputs_of, module_path, observes
+from inlay.nodes.observe import Observe
+from inlay.statistics.rule import Rule
+from inlay.torch_private import sizes_are_equal
 
 __all__ = ["LeaveOutPadding"]
 
@@ -84,15 +83,14 @@ def _fits(value: torch.Tensor, mask: torch.Tensor, rule: Rule) -> bool:
     if rule.observer.args.strategy == "token":
         return False
     if rule.is_attention:
-        return _same(value.shape[0], batch) and _same(value.shape[2], tokens)
+        return sizes_are_equal(value.shape[0], batch) and sizes_are_equal(value.shape[2], tokens)
     if value.ndim == 2:
-        return _same(value.shape[0], batch * tokens)
-    return value.ndim > 2 and _same(value.shape[0], batch) and _same(value.shape[1], tokens)
-
-
-def _same(one: int, other: int) -> bool:
-    # Sizes that are symbols of their own and happen to be equal get a guard: the graph is for that.
-    return bool(guard_or_false(one == other))
+        return sizes_are_equal(value.shape[0], batch * tokens)
+    return (
+        value.ndim > 2
+        and sizes_are_equal(value.shape[0], batch)
+        and sizes_are_equal(value.shape[1], tokens)
+    )
 
 
 def _warn(rule: Rule) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from inlay.graph import copy, fake_value, made_by, module_path, stamp
-from inlay.pass_base import Pass, PassResult
+from inlay.graph import Pass, PassResult, copy, fake_value, made_by, module_path, stamp
 
 __all__ = ["OutlineRepeats"]
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from inlay.errors import GraphError
-from inlay.graph import copy, mutates
-from inlay.pass_base import Pass, PassResult
-from inlay.state import Observe
+from inlay.graph import Pass, PassResult, copy, mutates
+from inlay.nodes.observe import Observe
 
 __all__ = ["PruneUnobserved"]
 

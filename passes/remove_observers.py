@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from inlay.graph import copy, made_by, require_nodes, slot_inputs
-from inlay.pass_base import Pass, PassResult
-from inlay.state import observes
+from inlay.graph import Pass, PassResult, copy, erase_with_inputs, observes, require_nodes
 
 __all__ = ["RemoveObservers"]
 
@@ -27,11 +25,7 @@ class RemoveObservers(Pass):
         gm = copy(gm)
         observers = [node for node in gm.graph.nodes if observes(node)]
         for node in observers:
-            gm.graph.erase_node(node)
-        leftovers = [*slot_inputs(gm.graph), *gm.graph.find_nodes(op="get_attr")]
-        for node in leftovers:
-            if made_by(node) is not None and not node.users:
-                gm.graph.erase_node(node)
+            erase_with_inputs(gm.graph, node)
         gm.recompile()
         return PassResult(gm, bool(observers))
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from inlay.graph import copy, mutates, slot_inputs
-from inlay.pass_base import Pass, PassResult
-from inlay.state import OBSERVES, Observe, observes
+from inlay.graph import Pass, PassResult, copy, erase_with_inputs, mark_observer, mutates, observes
+from inlay.nodes.observe import Observe
 
 __all__ = ["ShareObservers"]
 
@@ -40,10 +39,8 @@ class ShareObservers(Pass):
             )
             first = kept.setdefault((value, node.target, changes), node)
             if first is not node:
-                first.meta[OBSERVES] = (*observes(first), *observes(node))
-                gm.graph.erase_node(node)
+                mark_observer(first, (*observes(first), *observes(node)))
+                erase_with_inputs(gm.graph, node)
                 modified = True
-        for unused in [node for node in slot_inputs(gm.graph) if not node.users]:
-            gm.graph.erase_node(unused)
         gm.recompile()
         return PassResult(gm, modified)

@@ -14,12 +14,12 @@ from inlay.errors import (
 
 if TYPE_CHECKING:
     from inlay import observers, passes
-    from inlay.by_name import finalize
     from inlay.calibration import Calibration
+    from inlay.calibration.named_backend import finalize
     from inlay.observers import Observer, QParamsDict, sync_observers
     from inlay.recipe import Recipe
-    from inlay.run import calibrate
-    from inlay.stored import StoredStatistics
+    from inlay.statistics.on_disk import StoredStatistics
+    from inlay.workflow.run import calibrate
 
 __all__ = [
     "Calibration",
@@ -46,9 +46,9 @@ _LAZY = {
     "Observer": "inlay.observers",
     "QParamsDict": "inlay.observers",
     "Recipe": "inlay.recipe",
-    "StoredStatistics": "inlay.stored",
-    "calibrate": "inlay.run",
-    "finalize": "inlay.by_name",
+    "StoredStatistics": "inlay.statistics.on_disk",
+    "calibrate": "inlay.workflow.run",
+    "finalize": "inlay.calibration.named_backend",
     "sync_observers": "inlay.observers",
 }
 _LAZY_MODULES = ("observers", "passes")

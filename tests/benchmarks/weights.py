@@ -9,9 +9,9 @@ from harness import Row, interleave, ratio, single
 from llmcompressor.observers import Observer as PeerObserver
 from torch._inductor.utils import fresh_cache
 
-from inlay.kernels import kernel_of
 from inlay.observers import Observer, flatten_for_calibration
-from inlay.search import COMPILE_FROM
+from inlay.ranges.kernels import kernel_of
+from inlay.ranges.search import COMPILE_FROM
 
 SHAPE = (4096, 1024)
 FORMATS = {"int4 in groups of 128": "W4A16", "int8 channel": "W8A8", "fp8 channel": "FP8_DYNAMIC"}

@@ -13,14 +13,13 @@ from llmcompressor.observers import Observer as PeerObserver
 from strategies import activations, batches, integer_or_fp8_args, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from inlay.bins import FloatBins, Histogram
-from inlay.calibration import Calibration
+from inlay.calibration.calibration import Calibration
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import HistogramObserver, Observer, flatten_for_calibration
-from inlay.qparams import qparams_of_range
-from inlay.recipe import Recipe
-from inlay.rules import Rule
-from inlay.slots import Slot
+from inlay.ranges.float_histogram import FloatBins, Histogram
+from inlay.ranges.qparams import qparams_of_range
+from inlay.recipe import Recipe, Slot
+from inlay.statistics.rule import Rule
 
 pytestmark = pytest.mark.slow
 

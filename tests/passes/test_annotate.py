@@ -5,8 +5,9 @@ from graphs import STATIC, TRACERS, Functional, linear, trace
 from torch import nn
 
 from inlay import Recipe
+from inlay.graph import slots_of
 from inlay.passes import Annotate
-from inlay.slots import Plan, slots_of
+from inlay.recipe import Plan
 
 X = torch.randn(2, 4)
 

@@ -6,11 +6,10 @@ from torch import nn
 
 from inlay import Recipe
 from inlay.graph import SlotInput, bind, slot_inputs
+from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
 from inlay.passes import FINALIZE, FoldQParams, Pipeline, RemoveObservers
-from inlay.quantize import fold_weight
-from inlay.recipe import make_observer
-from inlay.slots import Plan
+from inlay.recipe import Plan, make_observer
 
 X = torch.randn(2, 4)
 

@@ -5,11 +5,10 @@ from torch import nn
 
 from inlay import Recipe
 from inlay.errors import GraphError
-from inlay.graph import made_by, slot_inputs
+from inlay.graph import made_by, observes, slot_inputs
 from inlay.passes import Annotate, InsertObservers, Pipeline
-from inlay.rules import Rule
-from inlay.slots import Plan
-from inlay.state import observes
+from inlay.recipe import Plan
+from inlay.statistics.rule import Rule
 
 X = torch.randn(2, 4)
 W, P = "l_self_modules_", "parameters_weight_"

@@ -4,9 +4,9 @@ from graphs import STATIC, TRACERS, linear, observed, trace
 from torch import nn
 
 import inlay
+from inlay.nodes.observe import Observe
 from inlay.passes import LeaveOutPadding
-from inlay.slots import Plan
-from inlay.state import Observe
+from inlay.recipe import Plan
 
 
 class Masked(nn.Module):

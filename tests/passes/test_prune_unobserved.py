@@ -3,7 +3,7 @@ from graphs import STATIC, Functional, linear, observed, ops, targets, trace
 
 from inlay import Recipe
 from inlay.passes import PruneUnobserved
-from inlay.slots import Plan
+from inlay.recipe import Plan
 
 X = torch.randn(2, 4)
 

@@ -5,7 +5,7 @@ from graphs import STATIC, TRACERS, Functional, linear, observed, ops, trace
 from inlay.errors import GraphError
 from inlay.graph import slot_inputs
 from inlay.passes import RemoveObservers
-from inlay.slots import Plan
+from inlay.recipe import Plan
 
 X = torch.randn(2, 4)
 

@@ -2,10 +2,10 @@ import torch
 from graphs import STATIC, Functional, linear, observed, ops, targets, trace
 
 from inlay import Recipe
-from inlay.graph import slot_inputs
+from inlay.graph import observes, slot_inputs
+from inlay.nodes.observe import Observe
 from inlay.passes import ShareObservers
-from inlay.slots import Plan
-from inlay.state import Observe, observes
+from inlay.recipe import Plan
 
 X = torch.randn(2, 4)
 

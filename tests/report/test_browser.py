@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
-from report.sample import empty_report, sample_report
+from report_sample import empty_report, sample_report
 
 from inlay.report import (
     Change,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report.sample import empty_report, sample_report
+from report_sample import empty_report, sample_report
 
 from inlay.errors import ConfigurationError
 from inlay.report import (

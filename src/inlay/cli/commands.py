@@ -99,9 +99,9 @@ def calibrate(
     """
     _require_free(out, model, overwrite=overwrite)
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
-    from inlay.loading import load_model, load_tokenizer
-    from inlay.rows import read_rows
-    from inlay.run import calibrate as run
+    from inlay.checkpoint.loading import load_model, load_tokenizer
+    from inlay.data.tokenize import read_rows
+    from inlay.workflow.run import calibrate as run
 
     if data is not None:
         next(read_rows(data), None)  # what cannot be read is refused before the model is loaded
@@ -152,9 +152,9 @@ def explain(
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    from inlay.checkpoint.loading import empty_model
     from inlay.cli.words import tree_of
-    from inlay.loading import empty_model
-    from inlay.slots import Plan
+    from inlay.recipe import Plan
 
     calm_transformers(quiet=True)
     empty = empty_model(model, **_source(gguf_file, download, trust_remote_code))
@@ -214,8 +214,8 @@ def requantize(
     _require_free(out, model, statistics, overwrite=overwrite)
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
     from inlay.calibration import Calibration
-    from inlay.loading import load_model, load_tokenizer
-    from inlay.stored import StoredStatistics
+    from inlay.checkpoint.loading import load_model, load_tokenizer
+    from inlay.statistics.on_disk import StoredStatistics
 
     calm_transformers(quiet)
     stored = StoredStatistics.load(statistics)
@@ -250,7 +250,7 @@ def merge(
     if len(statistics) < 2:
         raise typer.BadParameter("give at least two", param_hint="STATISTICS")
     _require_free(out, *statistics)
-    from inlay.stored import StoredStatistics
+    from inlay.statistics.on_disk import StoredStatistics
 
     loaded = map(StoredStatistics.load, statistics)
     functools.reduce(lambda one, other: one.merge(other), loaded).save(out)

@@ -50,8 +50,7 @@ def schemes() -> None:
 
     Example: [b]inlay schemes[/b]
     """
-    from inlay.recipe import Recipe, preset_names
-    from inlay.wording import format_in_words
+    from inlay.recipe import Recipe, format_in_words, preset_names
 
     rows = table("scheme", "weights", "input activations")
     for name in preset_names():

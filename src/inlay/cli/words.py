@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 from rich.tree import Tree
 
-from inlay.recipe import default_observer
-from inlay.slots import Plan, Slot
-from inlay.wording import format_in_words
+from inlay.observers import default_observer
+from inlay.recipe import Plan, Slot, format_in_words
 
 __all__ = ["slot_in_words", "tree_of"]
 

@@ -1,6 +1,6 @@
 """Observers: what flows through a slot becomes statistics, and statistics become scales."""
 
-from inlay.observers.base import MinMaxTuple, Observer, QParamsDict
+from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, default_observer
 from inlay.observers.helpers import (
     FUSED_LAYER_NAMES,
     flatten_for_calibration,
@@ -29,6 +29,7 @@ __all__ = [
     "Observer",
     "QParamsDict",
     "StaticMinMaxObserver",
+    "default_observer",
     "flatten_for_calibration",
     "fuse_weight_observers",
     "lerp",

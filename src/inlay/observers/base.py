@@ -15,11 +15,16 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers.helpers import flatten_for_calibration
 from inlay.observers.kwargs import Kwarg, read_kwargs
 from inlay.observers.sync import start_sync
-from inlay.qparams import qparams_of_range
+from inlay.ranges.qparams import qparams_of_range
 
-__all__ = ["MinMaxTuple", "Observer", "QParamsDict", "require_finite"]
+__all__ = ["MinMaxTuple", "Observer", "QParamsDict", "default_observer", "require_finite"]
 
 MinMaxTuple = tuple[torch.Tensor, torch.Tensor]
+
+
+def default_observer(base_name: str) -> str:
+    """The observer of a value for which nobody names one, as in llm-compressor."""
+    return "memoryless_minmax" if base_name == "weight" else "minmax"
 
 
 class QParamsDict(TypedDict, total=False):
@@ -196,6 +201,16 @@ class Observer(InternalModule, RegistryMixin):
         observers = list(observers)
         for observer in observers:
             observer._fused_observers.update(o for o in observers if o is not observer)
+
+    @classmethod
+    def load_from_registry(cls, name: str | None, **constructor_kwargs: Any) -> Any:
+        """A new observer of the class registered as `name`; None means the default for its value.
+
+        :param constructor_kwargs: `base_name`, `args` and settings of the observer
+        """
+        if name is None:
+            name = default_observer(constructor_kwargs["base_name"])
+        return cls.get_value_from_registry(name)(**constructor_kwargs)
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> Any:

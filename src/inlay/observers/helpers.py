@@ -6,7 +6,7 @@ from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_qua
 from torch.nn import Module
 
 from inlay.errors import ConfigurationError, ObservationError
-from inlay.rounding import as_rounded
+from inlay.ranges.rounding import as_rounded
 
 __all__ = [
     "FUSED_LAYER_NAMES",

@@ -7,14 +7,14 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import distributed as dist
 
-from inlay.bins import FloatBins, Histogram
-from inlay.clipping import ClipSearch, Loss, clip, divergence, quantization_error
 from inlay.errors import ConfigurationError
 from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, require_finite
 from inlay.observers.helpers import as_stored
 from inlay.observers.kwargs import Kwarg, one_of, percent, positive, read_kwargs, whole
 from inlay.observers.min_max import StaticMinMaxObserver
-from inlay.validity import as_weights, fill_invalid
+from inlay.ranges.clipping import ClipSearch, Loss, clip, divergence, quantization_error
+from inlay.ranges.float_histogram import FloatBins, Histogram
+from inlay.ranges.padding import as_weights, fill_invalid
 
 __all__ = ["HistogramObserver"]
 

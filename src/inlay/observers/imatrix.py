@@ -13,7 +13,7 @@ from inlay.observers.base import Observer
 from inlay.observers.helpers import flatten_for_calibration
 from inlay.observers.kwargs import EXPAND, count, fraction, positive, switch
 from inlay.observers.mse import shrink_factors
-from inlay.search import RangeSearch
+from inlay.ranges.search import RangeSearch
 
 __all__ = ["IMatrixMSEObserver"]
 

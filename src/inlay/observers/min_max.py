@@ -8,7 +8,7 @@ from torch import distributed as dist
 from inlay.observers.base import MinMaxTuple, Observer
 from inlay.observers.helpers import as_stored, lerp
 from inlay.observers.kwargs import AVERAGING_CONSTANT, Kwarg
-from inlay.validity import fill_invalid
+from inlay.ranges.padding import fill_invalid
 
 __all__ = [
     "MemorylessMinMaxObserver",

@@ -6,7 +6,7 @@ from torch import distributed as dist
 from inlay.observers.base import MinMaxTuple, Observer
 from inlay.observers.kwargs import AVERAGING_CONSTANT, EXPAND, Kwarg, count, fraction, positive
 from inlay.observers.min_max import average_into
-from inlay.search import RangeSearch
+from inlay.ranges.search import RangeSearch
 
 __all__ = ["MemorylessMSEObserver", "MovingAverageMSEObserver", "shrink_factors"]
 

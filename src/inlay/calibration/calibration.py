@@ -1,0 +1,201 @@
+"""Calibration: observe a model while it runs, then let it run quantized."""
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from inlay.calibration.backend import Backend, CompiledGraph
+from inlay.calibration.explain import explain
+from inlay.errors import ConfigurationError
+from inlay.graph import Pass, Pipeline, bind, slot_inputs
+from inlay.observers import QParamsDict
+from inlay.passes import FINALIZE, PREPARE, LeaveOutPadding, OutlineRepeats
+from inlay.recipe import Recipe
+from inlay.run_record import Record
+from inlay.statistics.by_slot import Statistics
+from inlay.statistics.on_disk import DataSeen, StoredStatistics
+from inlay.torch_private import graph_break_error
+
+__all__ = ["Calibration"]
+
+
+class Calibration:
+    """One run: a model, a recipe, and the statistics of what flows through.
+
+    :param model: the model; it is not changed
+    :param recipe: what to quantize and how
+    :param compiler: the Dynamo backend that compiles graphs with observers in them
+    :param passes: passes that make a traced graph observe
+    :param count_padding: whether positions that the attention mask leaves out count all the same
+    :param progress: whether to draw progress bars; by default where there is a terminal
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        *,
+        compiler: str = "inductor",
+        passes: Sequence[type[Pass]] = PREPARE,
+        count_padding: bool = False,
+        progress: bool | None = None,
+    ) -> None:
+        passes = [p for p in passes if p is not LeaveOutPadding or not count_padding]
+        self._model: Callable[[], nn.Module | None] = lambda: model
+        self.recipe = recipe
+        self.statistics = Statistics(model, recipe)
+        self.statistics.show_progress = progress
+        self.record: Record | None = None
+        self.held_out: list[Any] = []
+        self.tokenizer: Any = None
+        self.data_seen = DataSeen()
+        self._backend = Backend(self.statistics, compiler=compiler, passes=passes)
+        self._observing = Backend(self.statistics, compiler=compiler, passes=passes, outputs=False)
+        self._observe: Callable[..., Any] | None = None
+
+    @classmethod
+    def from_statistics(
+        cls, model: nn.Module, recipe: Recipe, stored: StoredStatistics, **options: Any
+    ) -> "Calibration":
+        """A calibration that starts from stored statistics, as far as they carry the recipe.
+
+        It can be finalized as it is, or observe more batches before.
+        """
+        calibration = cls(model, recipe, **options)
+        calibration.statistics.restore(stored.slots)
+        calibration.data_seen = stored.data_seen
+        return calibration
+
+    def stored(self, *, model: str = "", data: str = "") -> StoredStatistics:
+        """The statistics gathered so far, to be kept on disk."""
+        return StoredStatistics(
+            recipe=self.recipe.config.model_dump(mode="json"),
+            slots=self.statistics.snapshot(),
+            model=model,
+            data=data,
+            data_seen=self.data_seen,
+        )
+
+    @property
+    def backend(self) -> Backend:
+        """The backend for `torch.compile`: outputs stay as they are, and are observed."""
+        return self._backend
+
+    @property
+    def qparams(self) -> dict[str, QParamsDict] | None:
+        """Qparams by slot, once the calibration is finalized."""
+        return self.statistics.qparams
+
+    def observe(self, *args: Any, **kwargs: Any) -> None:
+        """Run a batch for its statistics alone: what nothing observed depends on is left out."""
+        if self.statistics.is_final:
+            raise ConfigurationError(
+                "the calibration is finalized; make a new one to observe more batches"
+            )
+        if self._observe is None:
+            self._observe = self._compile_for_statistics()
+        with torch.no_grad():
+            self._observe(*args, **kwargs)
+
+    def run(self, batch: Any) -> None:
+        """Observe a batch: keyword arguments of the model by name, or positional ones."""
+        if isinstance(batch, Mapping):
+            self.observe(**batch)
+        else:
+            self.observe(*batch)
+
+    @property
+    def graphs(self) -> list[CompiledGraph]:
+        """All graphs that were compiled so far."""
+        return [*self._backend.graphs, *self._observing.graphs]
+
+    def _compile_for_statistics(self) -> Callable[..., Any]:
+        model = self.model
+        # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
+        whole = torch.compile(model, backend=self._observing, fullgraph=True)
+        parts = torch.compile(model, backend=self._backend)
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                whole(*args, **kwargs)
+            except graph_break_error():
+                self._observe = parts
+                parts(*args, **kwargs)
+
+        return run
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is calibrated."""
+        model = self._model()
+        if model is None:
+            raise ConfigurationError("the model is gone; keep it for as long as it is calibrated")
+        return model
+
+    def borrow_model(self) -> None:
+        """Stop keeping the model alive. For an owner of the model who keeps the calibration too."""
+        self._model = weakref.ref(self.model)
+
+    def finalize(self, *, accept: Collection[str] = ()) -> dict[str, QParamsDict]:
+        """Compute all qparams. From then on the compiled model runs quantized.
+
+        :param accept: problems to accept instead of raising: `unobserved`, `not_finite`, `unfused`
+        :return: `{slot: {"scale": …, "zero_point": …, "global_scale": …}}`
+        """
+        return self.statistics.finalize(accept)
+
+    def quantized_module(self, *args: Any, **kwargs: Any) -> GraphModule:
+        """The finalized model as a module of its own, with scales and weights as constants.
+
+        It is traced with these inputs by `torch.export`, which also takes the result.
+        """
+        if self.statistics.qparams is None:
+            raise ConfigurationError("finalize the calibration before asking for the result")
+        gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
+        assert isinstance(gm, GraphModule)
+        whole = [p for p in (*self._backend.passes, *FINALIZE) if p is not OutlineRepeats]
+        plan = self.statistics.plan
+        final = Pipeline.of(whole, plan=plan, qparams=self.statistics.qparams)(gm).graph_module
+        return bind(
+            final,
+            {
+                what: self.statistics.quantized_value(plan.slots[what.slot], what.key)
+                for what in slot_inputs(final.graph).values()
+            },
+        )
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        overwrite: bool = False,
+        max_shard_size: int | str = "5GB",
+        report: bool = True,
+    ) -> Path:
+        """Write the quantized model, its statistics and a report into a new folder.
+
+        Modules with a slot that `finalize` was told to accept without statistics are written in
+        full precision.
+
+        :param folder: refused if it has something in it, unless `overwrite`
+        :param report: whether to compare the model before and after, and show what was found
+        :return: the folder
+        """
+        from inlay.workflow.saving import save
+
+        return save(
+            self,
+            folder,
+            overwrite=overwrite,
+            max_shard_size=max_shard_size,
+            report=report,
+        )
+
+    def explain(self) -> str:
+        """What is observed where, by which pass, shared with what, and the graphs."""
+        return explain(self.statistics, self.graphs)

@@ -1,0 +1,59 @@
+"""Say in words what is observed, and print graphs so that a person can read them."""
+
+from collections.abc import Iterable
+
+from inlay.calibration.backend import CompiledGraph
+from inlay.graph import format_graph
+from inlay.nodes.observe import Observe
+from inlay.observers import default_observer
+from inlay.recipe import Slot
+from inlay.statistics.by_slot import Statistics
+
+__all__ = ["explain"]
+
+
+def explain(statistics: Statistics, graphs: Iterable[CompiledGraph]) -> str:
+    """The slots as a table, then every distinct graph."""
+    graphs = list(graphs)
+    slots = list(statistics.plan.slots.values())
+    header = ("slot", "observer", "format", "values seen", "shared with")
+    rows = [header, *(_row(statistics, slot) for slot in slots)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    opaque = {
+        f"{observe.rule.name} runs outside the compiled graph: {observe.reason}"
+        for graph in graphs
+        for observe in _observers(graph)
+        if observe.reason is not None
+    }
+    phase = "finalized" if statistics.is_final else "calibrating"
+    parts = [f"{len(slots)} slots, {phase}", "\n".join(lines), *sorted(opaque)]
+    for index, graph in enumerate(graphs):
+        for variant in graph.variants.values():
+            parts.append(f"graph {index}:\n{format_graph(variant.graph_module)}")
+    if not graphs:
+        parts.append("no graph yet: run a batch through the compiled model")
+    return "\n\n".join(parts)
+
+
+def _observers(graph: CompiledGraph) -> Iterable[Observe]:
+    for variant in graph.variants.values():
+        for node in variant.graph_module.graph.nodes:
+            if isinstance(node.target, Observe):
+                yield node.target
+
+
+def _row(statistics: Statistics, slot: Slot) -> tuple[str, str, str, str, str]:
+    args = slot.args
+    sharing = [other.name for other in statistics.shared_with(slot) if other != slot]
+    if not slot.is_observed:
+        observer, seen = "none, it is dynamic", "-"
+    else:
+        observer = args.observer or default_observer(slot.base_name)
+        seen = "at finalize" if slot.base_name == "weight" else str(statistics.seen(slot))
+    format = f"{args.type}{args.num_bits} {args.strategy}"
+    return slot.name, observer, format, seen, ", ".join(sharing) or "-"

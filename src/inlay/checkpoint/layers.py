@@ -1,0 +1,155 @@
+"""Quantized layers of a model and the config that tells a loader of them."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+)
+from compressed_tensors.quantization.quant_config import get_vllm_module_type
+from compressed_tensors.utils.match import match_targets
+from torch import nn
+
+from inlay.observers import default_observer
+from inlay.recipe import Plan, Recipe, Slot
+
+__all__ = [
+    "QuantizedLayer",
+    "experts_in_one_parameter",
+    "quantization_config",
+    "quantized_layers",
+    "saved_name",
+]
+
+_LAYERS = (nn.Linear, nn.Embedding)
+_BASE_NAMES = {"weights": "weight", "input_activations": "input", "output_activations": "output"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLayer:
+    """A module that is quantized, and by which scheme of the config."""
+
+    name: str
+    module: nn.Module
+    slots: tuple[Slot, ...]
+    scheme: QuantizationScheme | None  # none where only keys and values are quantized
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The weight of a Linear or an Embedding. Attention has none of its own."""
+        return getattr(self.module, "weight", None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the layer computes in, and its scales are kept in."""
+        return next(self.module.parameters()).dtype
+
+
+def quantized_layers(
+    model: nn.Module, plan: Plan, recipe: Recipe, full_precision: frozenset[str] = frozenset()
+) -> list[QuantizedLayer]:
+    """The layers of a plan, without those that stay in full precision after all."""
+    by_target = {
+        t: scheme for scheme in recipe.config.config_groups.values() for t in scheme.targets
+    }
+    slots: dict[str, list[Slot]] = {}
+    for slot in plan.slots.values():
+        slots.setdefault(slot.module, []).append(slot)
+    layers = []
+    for name, own in slots.items():
+        if name in full_precision:
+            continue
+        module = model.get_submodule(name)
+        only_cache = {slot.base_name for slot in own} == {"k", "v"}
+        matched = () if only_cache else match_targets(name, module, by_target)
+        scheme = _as_served(name, module, by_target[matched[0]]) if matched else None
+        layers.append(QuantizedLayer(name=name, module=module, slots=tuple(own), scheme=scheme))
+    return layers
+
+
+def quantization_config(
+    model: nn.Module, recipe: Recipe, layers: Sequence[QuantizedLayer]
+) -> QuantizationConfig:
+    """The config of a checkpoint, with everything in it that a loader has to know."""
+    schemes: list[QuantizationScheme] = []
+    for layer in layers:
+        if layer.scheme is not None and layer.scheme not in schemes:
+            schemes.append(layer.scheme)
+    # Attention that is quantized has a quantized cache: a loader looks for its scheme here.
+    attention = (layer.scheme for layer in layers if layer.weight is None and layer.scheme)
+    cache = recipe.config.kv_cache_scheme or next((s.input_activations for s in attention), None)
+    return QuantizationConfig(
+        config_groups={f"group_{index}": scheme for index, scheme in enumerate(schemes)},
+        kv_cache_scheme=cache,
+        format=_common_format(schemes),
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=_ignored(model, layers),
+    )
+
+
+def _as_served(name: str, module: nn.Module, scheme: QuantizationScheme) -> QuantizationScheme:
+    """The scheme with its format and the observers that were used."""
+    served: QuantizationScheme = scheme.model_copy(deep=True)
+    for part, base_name in _BASE_NAMES.items():
+        args = getattr(served, part)
+        if args is not None and args.dynamic is not True:
+            args.observer = args.observer or default_observer(base_name)
+    # Compressors know the plain classes only, and compress subclasses just as well.
+    kind = nn.Linear if isinstance(module, _LAYERS) else type(module)
+    served.format = CompressionFormat(served.format or infer_module_format(kind, served)).value
+    if isinstance(module, nn.Embedding) and served.input_activations is not None:
+        # Its input is not a number but a place: with a scheme of its own, no loader quantizes it.
+        served.targets, served.input_activations = [name], None
+    return served
+
+
+def _common_format(schemes: Iterable[QuantizationScheme]) -> str:
+    formats = {str(scheme.format) for scheme in schemes} - {CompressionFormat.dense.value}
+    if len(formats) > 1:
+        return str(CompressionFormat.mixed_precision.value)
+    return formats.pop() if formats else str(CompressionFormat.dense.value)
+
+
+def _ignored(model: nn.Module, layers: Sequence[QuantizedLayer]) -> list[str]:
+    """Every module that a target could mean and that is not quantized.
+
+    Under the names of the checkpoint, for vLLM, and those of the model, for transformers.
+    """
+    quantized = {layer.name: layer for layer in layers if layer.scheme is not None}
+    kinds = {get_vllm_module_type(type(layer.module).__name__) for layer in quantized.values()}
+    targets = {t for layer in quantized.values() if layer.scheme for t in layer.scheme.targets}
+    ignored: list[str] = []
+    for name, module in model.named_modules() if quantized else ():
+        is_meant = get_vllm_module_type(type(module).__name__) in kinds or (
+            isinstance(module, _LAYERS) and match_targets(name, module, targets)
+        )
+        if is_meant and name not in quantized:
+            ignored += [saved_name(model, name), name]
+    for name, _ in experts_in_one_parameter(model) if quantized else ():
+        # To a loader that keeps experts apart, each of them is a Linear.
+        ignored += [f"re:{re.escape(n)}[.].*" for n in (saved_name(model, name), name)]
+    return list(dict.fromkeys(ignored))
+
+
+def experts_in_one_parameter(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """Modules that hold many experts without having a module for each."""
+    for name, module in model.named_modules():
+        parameters = module.parameters(recurse=False)
+        if name.endswith("experts") and any(parameter.dim() == 3 for parameter in parameters):
+            yield name, module
+
+
+def saved_name(model: Any, module: str) -> str:
+    """The name that a module of the model has in a checkpoint."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    key = f"{module}.weight"
+    saved = list(revert_weight_conversion(model, {key: torch.empty(0, device="meta")}))
+    return saved[0].removesuffix(".weight") if len(saved) == 1 else module

@@ -1,0 +1,253 @@
+"""A checkpoint that transformers and vLLM load, written one block of the model at a time."""
+
+import copy
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
+from torch import nn
+
+from inlay.checkpoint.gate import describe_unusable, needed_qparams, require_servable
+from inlay.checkpoint.layers import (
+    QuantizedLayer,
+    experts_in_one_parameter,
+    quantization_config,
+    quantized_layers,
+)
+from inlay.checkpoint.loading import require_full_precision
+from inlay.checkpoint.shards import Shards, size_in_bytes
+from inlay.errors import ConfigurationError, StatisticsError
+from inlay.observers import QParamsDict
+from inlay.progress import watched
+from inlay.recipe import Plan, Recipe, Slot
+
+__all__ = ["CheckpointSizes", "require_servable", "save_checkpoint"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSizes:
+    """Bytes of all tensors of a model, as it was and as it was written."""
+
+    before: int
+    after: int
+
+
+def save_checkpoint(
+    folder: str | Path,
+    model: nn.Module,
+    plan: Plan,
+    recipe: Recipe,
+    qparams: Mapping[str, QParamsDict],
+    *,
+    tokenizer: Any = None,
+    max_shard_size: int | str = "5GB",
+    accept: Collection[str] = (),
+    progress: bool | None = None,
+) -> CheckpointSizes:
+    """Write a model with its qparams into a folder, as llm-compressor would.
+
+    The model stays as it is. Beside it, what is held is one block, compressed, and one shard.
+
+    :param folder: a folder that is there, best one of `inlay.files.new_folder`
+    :param qparams: what `Calibration.finalize` returned
+    :param tokenizer: a tokenizer or processor to write beside the model
+    :param max_shard_size: the largest size of a file with weights, `"5GB"` for example
+    :param accept: what to accept instead of refusing it, as in `Calibration.finalize`
+    :param progress: whether to draw a progress bar; by default where there is a terminal
+    """
+    _require_saveable(model)
+    max_size = size_in_bytes(max_shard_size)
+    full_precision = require_servable(plan, qparams, accept=accept)
+    layers = quantized_layers(model, plan, recipe, full_precision)
+    config = quantization_config(model, recipe, layers)
+    _warn_of_experts(model, config)
+    folder = Path(folder)
+    shards = Shards(folder, max_size)
+    keep_ties = not _shares_quantized_weight(model, layers)
+    blocks = _blocks(_unquantized_state(model, layers, keep_ties), layers)
+    for unquantized, own_layers in watched(blocks, "writing the checkpoint", show=progress):
+        # Not kept in the block: what is compressed goes as soon as it is written.
+        quantized = {}
+        for layer in own_layers:
+            quantized.update(_compressed(layer, qparams))
+        shards.add(_as_saved(model, unquantized, quantized))
+    shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    _write_configs(folder, model, keep_ties)
+    ModelCompressor(quantization_config=config).update_config(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return CheckpointSizes(before=_size(model), after=shards.total_size)
+
+
+def _require_saveable(model: nn.Module) -> None:
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
+        raise ConfigurationError(
+            f"{type(model).__name__} is not a model of transformers; only those have a checkpoint "
+            "that can be written"
+        )
+    require_full_precision(model.config, type(model).__name__)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigurationError(
+            "some weights of the model are not in memory but offloaded; load it without device_map"
+        )
+
+
+def _shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:
+    """Whether a weight that is quantized is tied to another.
+
+    A loader ties a single tensor, not one with scales and of another type.
+    """
+    owners: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    weights = (getattr(layer.module, "weight", None) for layer in layers)
+    return any(owners.get(id(weight), 0) > 1 for weight in weights if weight is not None)
+
+
+def _unquantized_state(
+    model: Any, layers: Iterable[QuantizedLayer], keep_ties: bool
+) -> dict[str, torch.Tensor]:
+    """What is written as it is, under the model's own names. Nothing is copied."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    state: dict[str, torch.Tensor] = model.state_dict()
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    if keep_ties:
+        state = remove_tied_weights_from_state_dict(state, model)
+    for layer in layers:
+        state.pop(f"{layer.name}.weight", None)
+    return state
+
+
+_Block = tuple[dict[str, torch.Tensor], list[QuantizedLayer]]
+
+
+def _blocks(state: dict[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[_Block]:
+    """Tensors and layers by the block of the model that they belong to."""
+    blocks: dict[str, _Block] = {}
+    for name, tensor in state.items():
+        blocks.setdefault(_block_of(name), ({}, []))[0][name] = tensor
+    for layer in layers:
+        blocks.setdefault(_block_of(f"{layer.name}."), ({}, []))[1].append(layer)
+    return list(blocks.values())
+
+
+def _block_of(name: str) -> str:
+    """The name up to the first number: `model.layers.3` of whatever is in there."""
+    found = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
+    return found[0] if found else ""
+
+
+def _compressed(
+    layer: QuantizedLayer, qparams: Mapping[str, QParamsDict]
+) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a quantized layer, beside its bias and the like."""
+    state = {}
+    for slot in layer.slots:
+        state.update(_qparams_as_stored(layer, slot, qparams.get(slot.name, {})))
+    if layer.weight is not None and layer.scheme is not None:
+        compressor = BaseCompressor.get_value_from_registry(layer.scheme.format)
+        with torch.no_grad():
+            state = compressor.compress({"weight": layer.weight.detach(), **state}, layer.scheme)
+    for name, tensor in state.items():
+        if not name.endswith("scale") or not tensor.is_floating_point():
+            continue
+        # A small scale can become zero in the type it is stored in.
+        unusable = describe_unusable(name, tensor)
+        if unusable is not None:
+            raise StatisticsError(
+                f"{layer.name} cannot be stored: {unusable} as {tensor.dtype}. Ignore the module "
+                "in the recipe, or load the model in a wider dtype"
+            )
+    return {f"{layer.name}.{name}": tensor for name, tensor in state.items()}
+
+
+def _qparams_as_stored(
+    layer: QuantizedLayer, slot: Slot, found: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Qparams under the names and with the shapes and dtypes that a loader makes room for."""
+    shell = nn.Module()
+    shell.register_parameter("here", nn.Parameter(torch.empty(0, device="meta")))
+    observed_shape = _observed_shape(layer, slot, found)
+    initialize_qparams(shell, slot.base_name, slot.args, observed_shape, layer.dtype)
+    stored = {}
+    for key in needed_qparams(slot):
+        name = f"{slot.base_name}_{key}"
+        expected = shell.get_parameter(name)
+        stored[name] = found[key].detach().to(expected.dtype).reshape(expected.shape)
+    return stored
+
+
+def _observed_shape(
+    layer: QuantizedLayer, slot: Slot, found: Mapping[str, Any]
+) -> tuple[int | None, ...]:
+    """The shape of what was observed, from the right, as far as it is known beforehand."""
+    if layer.weight is None:  # (heads, tokens, size of a head), with a scale for each head or one
+        return (found["scale"].numel(), None, None)
+    rows, columns = layer.weight.shape
+    return {"weight": (rows, columns), "input": (columns,), "output": (rows,)}[slot.base_name]
+
+
+def _as_saved(
+    model: Any, unquantized: dict[str, torch.Tensor], quantized: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors under the names, and in the form, in which transformers saves them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, {**unquantized, **quantized})
+    kept = {id(tensor) for tensor in saved.values()}
+    changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]
+    if changed:
+        raise ConfigurationError(
+            f"{', '.join(changed)} would be merged or split when saved, which quantized tensors "
+            "cannot be; ignore these modules in the recipe"
+        )
+    return saved
+
+
+def _write_configs(folder: Path, model: Any, keep_ties: bool) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if not keep_ties:
+        for part in (config, config.get_text_config(decoder=True)):
+            part.tie_word_embeddings = False
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _warn_of_experts(model: nn.Module, config: QuantizationConfig) -> None:
+    """Say what transformers makes of experts that are left as they are.
+
+    It takes all experts of a compressed checkpoint to be quantized, and lets only those without
+    scales pass that could have been in FP8.
+    """
+    experts = [name for name, _ in experts_in_one_parameter(model)]
+    formats = {scheme.format for scheme in config.config_groups.values()}
+    if experts and formats - {CompressionFormat.float_quantized.value}:
+        warnings.warn(
+            f"{experts[0]} and {len(experts) - 1} more stay in full precision. transformers looks "
+            "for quantized experts in such a checkpoint and would start with random ones; load it "
+            "elsewhere, or use a FP8 scheme",
+            stacklevel=3,
+        )
+
+
+def _size(model: nn.Module) -> int:
+    """Bytes of what a checkpoint of the model holds; what is tied is counted once."""
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

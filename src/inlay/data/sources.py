@@ -1,0 +1,318 @@
+"""Data to calibrate on, from whatever holds it: some of it calibrates, some is held out."""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from inlay.data.batch import Batch, main_tensor
+from inlay.data.tokenize import Row, Tokenization, read_rows, row_of
+from inlay.errors import ConfigurationError
+
+__all__ = ["Batches", "batches_of"]
+
+_T = TypeVar("_T")
+_END = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """Batches to calibrate on and batches to judge the result by.
+
+    Iterating gives those to calibrate on: again and again, unless they come from a source that can
+    be read but once and whose length is unknown.
+
+    :param source: where they come from, for people
+    :param samples: how many rows calibrate; None if that is known only after reading them
+    """
+
+    source: str
+    calibration: Iterable[Batch]
+    held_out: list[Batch]
+    samples: int | None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.calibration)
+
+    def __len__(self) -> int:
+        if not isinstance(self.calibration, list):
+            raise TypeError(f"how many batches {self.source} has is known only after reading them")
+        return len(self.calibration)
+
+
+def batches_of(
+    data: Any,
+    *,
+    tokenizer: Any = None,
+    max_length: int = 2048,
+    samples: int | None = None,
+    batch_size: int = 1,
+    held_out: int = 16,
+    vocabulary: int | None = None,
+) -> Batches:
+    """Batches from a file, from texts, from a dataset, or from an iterable of batches.
+
+    Rows are taken in order, and no more of them than needed. Batches that are ready stay as they
+    are: they count with all their rows, and `max_length` and `batch_size` do not concern them.
+
+    :param data: a path to `.txt` or `.jsonl`; texts; rows with `text`, `messages` or `input_ids`,
+        such as those of a dataset of Hugging Face; or batches: mappings, tuples or single tensors
+    :param tokenizer: one of transformers, for texts and messages
+    :param max_length: longer rows are cut
+    :param samples: how many rows calibrate; by default all but those held out. Where there are
+        fewer, it is as if nothing had been said
+    :param batch_size: rows a batch
+    :param held_out: how many rows to hold out: those after `samples`, else the last ones, but no
+        more than an eighth. None, if the length is unknown and `samples` is not given
+    :param vocabulary: how many token ids the model knows
+    """
+    _require_counts(max_length=max_length, batch_size=batch_size)
+    _require_counts(least=0, held_out=held_out)
+    if samples is not None:
+        _require_counts(samples=samples)
+    opened = _open(data)
+
+    def checked(batch: Batch) -> Batch:
+        _require_known_ids(batch, vocabulary)
+        return batch
+
+    tokenization = Tokenization(tokenizer=tokenizer, max_length=max_length)
+
+    def batched(items: Iterable[Any]) -> Iterator[Batch]:
+        if not opened.holds_rows:
+            return map(checked, items)
+        return (checked(tokenization.batch(rows)) for rows in _chunks(items, batch_size))
+
+    if samples is None and not opened.is_finite:
+        return Batches(
+            source=opened.name,
+            calibration=_Again(lambda: batched(opened)),
+            held_out=[],
+            samples=None,
+        )
+    weight = _one if opened.holds_rows else _row_count
+    used, kept = _split(opened, weight, samples, held_out)
+    return Batches(
+        source=opened.described(len(used) + len(kept), used[0]),
+        calibration=list(batched(used)),
+        held_out=list(batched(kept)),
+        samples=sum(map(weight, used)),
+    )
+
+
+@dataclass
+class _Opened:
+    """A source, of which the first item has been looked at."""
+
+    name: str
+    holds_rows: bool
+    is_finite: bool
+    start: Iterator[Any] | None  # what is left of the first reading, with the first item in front
+    again: Callable[[], Iterator[Any]] | None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.start is not None:
+            start, self.start = self.start, None
+            return start
+        if self.again is None:
+            raise ConfigurationError(
+                f"{self.name} can be read only once; pass a list, or say how many samples to use"
+            )
+        return self.again()
+
+    def described(self, count: int, first: Any) -> str:
+        if not self.holds_rows:
+            return f"{count} batches" if self.name == "a list" else self.name
+        noun = {"text": "texts", "messages": "chats", "input_ids": "rows of token ids"}[first.kind]
+        return f"{count} {noun}" if self.name == "a list" else f"{self.name}, {count} {noun}"
+
+
+@dataclass(frozen=True)
+class _Again:
+    """An iterable made of a function that begins anew."""
+
+    begin: Callable[[], Iterator[Batch]]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.begin()
+
+
+def _open(data: Any) -> _Opened:
+    if isinstance(data, (str, os.PathLike)):
+        rows = read_rows(data)
+        return _looked_at(os.path.basename(data), rows, again=lambda: read_rows(data))
+    if isinstance(data, torch.Tensor):
+        raise ConfigurationError("data is a single tensor; pass a list of batches: [tensor]")
+    if isinstance(data, Mapping):
+        keys = ", ".join(map(str, data))
+        raise ConfigurationError(
+            f"data is a single mapping with {keys}; pass a list of batches, or one of its splits"
+        )
+    if not isinstance(data, Iterable):
+        raise ConfigurationError(f"cannot calibrate on a {type(data).__name__}: {data!r}")
+    return _open_iterable(data)
+
+
+def _open_iterable(data: Iterable[Any]) -> _Opened:
+    name = _type_name(data)
+    start = iter(data)
+    can_begin_anew = start is not data
+    first = next(start, _END)
+    holds_rows = _is_dataset(data) or _is_row(first)
+    read = _rows if holds_rows else _ready
+    return _looked_at(
+        name,
+        read(itertools.chain([] if first is _END else [first], start), name),
+        again=(lambda: read(data, name)) if can_begin_anew else None,
+        holds_rows=holds_rows,
+        is_finite=_has_length(data),
+    )
+
+
+def _looked_at(
+    name: str,
+    start: Iterator[Any],
+    *,
+    again: Callable[[], Iterator[Any]] | None,
+    holds_rows: bool = True,
+    is_finite: bool = True,
+) -> _Opened:
+    first = next(start, _END)
+    if first is _END:
+        raise ConfigurationError(f"{name} is empty: there is nothing to calibrate on")
+    start = itertools.chain([first], start)
+    return _Opened(name=name, holds_rows=holds_rows, is_finite=is_finite, start=start, again=again)
+
+
+def _rows(records: Iterable[Any], name: str) -> Iterator[Row]:
+    for number, record in enumerate(records, start=1):
+        row = row_of(record, f"row {number} of {name}")
+        if row is not None:
+            yield row
+
+
+def _ready(items: Iterable[Any], name: str) -> Iterator[Batch]:
+    return (_as_batch(item, f"batch {number} of {name}") for number, item in enumerate(items, 1))
+
+
+def _as_batch(item: Any, place: str) -> Batch:
+    """A batch as it is passed to a model: by name, or by position."""
+    if isinstance(item, torch.Tensor):
+        item = (item,)
+    if isinstance(item, Mapping):
+        parts = {str(name): part for name, part in item.items()}
+    elif isinstance(item, (tuple, list)):
+        parts = {f"entry {index}": part for index, part in enumerate(item)}
+    else:
+        parts = {}
+    if not parts:
+        raise ConfigurationError(
+            f"{place} is a {type(item).__name__} without tensors; expected a mapping of tensors, "
+            "a tuple of tensors or a tensor"
+        )
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor):
+            raise ConfigurationError(
+                f"{place}: {name} is a {type(part).__name__}, not a tensor; leave out what the "
+                "model does not take, and make the rest tensors"
+            )
+    batch = parts if isinstance(item, Mapping) else tuple(parts.values())
+    if main_tensor(batch).numel() == 0:
+        raise ConfigurationError(f"{place} is empty; leave it out")
+    return batch
+
+
+def _split(
+    items: Iterable[_T], weight: Callable[[_T], int], samples: int | None, held_out: int
+) -> tuple[list[_T], list[_T]]:
+    """What calibrates and what is held out. Nothing is read that is not needed for either."""
+    iterator = iter(items)
+    used, is_all = _take(iterator, weight, samples)
+    if not is_all:
+        return used, _take(iterator, weight, held_out)[0]
+    room = min(held_out, sum(map(weight, used)) // 8)
+    kept: list[_T] = []
+    while used and weight(used[-1]) <= room:
+        room -= weight(used[-1])
+        kept.insert(0, used.pop())
+    return used, kept
+
+
+def _take(
+    iterator: Iterator[_T], weight: Callable[[_T], int], limit: int | None
+) -> tuple[list[_T], bool]:
+    """Items up to a sum of weights, and whether they ended before."""
+    taken: list[_T] = []
+    total = 0
+    while limit is None or total < limit:
+        item = next(iterator, _END)
+        if item is _END:
+            return taken, True
+        taken.append(item)  # type: ignore[arg-type]
+        total += weight(taken[-1])
+    return taken, False
+
+
+def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
+    iterator = iter(rows)
+    while chunk := list(itertools.islice(iterator, size)):
+        yield chunk
+
+
+def _one(_row: Any) -> int:
+    return 1
+
+
+def _row_count(batch: Batch) -> int:
+    main = main_tensor(batch)
+    return main.shape[0] if main.ndim > 1 else 1
+
+
+def _require_counts(*, least: int = 1, **counts: int) -> None:
+    for name, count in counts.items():
+        if type(count) is not int or count < least:
+            raise ConfigurationError(f"{name} must be a whole number from {least}, got {count!r}")
+
+
+def _require_known_ids(batch: Batch, vocabulary: int | None) -> None:
+    """Refuse ids that the model has no embedding for, before they end in an index error."""
+    ids = batch.get("input_ids") if isinstance(batch, dict) else batch[0]
+    if ids is None or ids.is_floating_point() or (vocabulary is None and isinstance(batch, tuple)):
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0:
+        raise ConfigurationError(f"token id {low} is below 0; mark padding in the attention_mask")
+    if vocabulary is not None and high >= vocabulary:
+        raise ConfigurationError(
+            f"token id {high} is beyond the model's vocabulary of {vocabulary}; use the tokenizer "
+            "that belongs to the model"
+        )
+
+
+def _is_row(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return not any(isinstance(part, torch.Tensor) for part in item.values())
+    return isinstance(item, str)
+
+
+def _has_length(data: Any) -> bool:
+    try:
+        len(data)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def _is_dataset(data: Any) -> bool:
+    """Whether it is a dataset of Hugging Face; if nobody imported that library, it is not."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(data, (library.Dataset, library.IterableDataset))
+
+
+def _type_name(data: Any) -> str:
+    name = "list" if isinstance(data, (list, tuple)) else type(data).__name__
+    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"

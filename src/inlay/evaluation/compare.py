@@ -1,0 +1,282 @@
+"""What quantization changed, on data that calibration has not seen."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from inlay.calibration import Calibration
+from inlay.calibration.backend import Backend
+from inlay.data.batch import on_device_of, varying_sizes
+from inlay.errors import ConfigurationError, GraphError
+from inlay.evaluation.layer_errors import LayerErrors, counted_rows
+from inlay.evaluation.measures import Choices, Measure, Vectors, next_tokens
+from inlay.progress import watched
+from inlay.report.data import Change, LayerError, Remark
+from inlay.torch_private import forget_compiled, never_fall_back
+
+__all__ = ["Batch", "Comparison", "compare"]
+
+Batch = Mapping[str, Any] | Sequence[Any]
+
+# Layers are compared on so many batches. Their error hardly varies, and each costs two forwards.
+_LAYER_BATCHES = 4
+# Where outputs that are no logits are looked for, before any other tensor is taken.
+_VECTORS = ("last_hidden_state", "sentence_embedding", "pooler_output", "image_embeds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What changed from the model to the quantized model.
+
+    :param batches: how many were compared; without any, layers have the error of weights alone
+    :param changes: of the outputs, the most telling first
+    :param layers: in the order of the model
+    """
+
+    batches: int
+    changes: tuple[Change, ...] = ()
+    layers: tuple[LayerError, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+
+
+@torch.no_grad()
+def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]) -> Comparison:
+    """Compare a model with its finalized graph.
+
+    :param model: the model that was calibrated; it is not changed
+    :param batches: held-out ones: keyword arguments of the model, or tuples of positional ones
+    """
+    _require_finalized(model, calibration)
+    statistics, passes = calibration.statistics.borrowed(), calibration.backend.passes
+    varying = varying_sizes(batches)
+    batches = [on_device_of(model, batch, varying) for batch in batches]
+    show = statistics.show_progress
+    with _evaluating(model):
+        outputs = _Outputs(model)
+        quantized = _quantized(model, Backend(statistics, compiler="eager", passes=passes))
+        for batch in watched(batches, "comparing outputs", show=show):
+            outputs.add(batch, _plain(model, batch), quantized(batch))
+        layers = LayerErrors(model, statistics)
+        with layers.watching() as count_only:
+            for batch in watched(batches[:_LAYER_BATCHES], "comparing layers", show=show):
+                count_only(_counted(_named(model, batch)))
+                _plain(model, batch)
+    forget_compiled(_Whole.forward)
+    return Comparison(
+        batches=len(batches),
+        changes=tuple(outputs.changes()),
+        layers=layers.results(),
+        remarks=tuple(outputs.remarks()),
+    )
+
+
+def _require_finalized(model: nn.Module, calibration: Calibration) -> None:
+    statistics = calibration.statistics
+    if not statistics.is_final:
+        raise ConfigurationError("finalize the calibration before comparing its result")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for slot in statistics.plan.weight_slots():
+        weight = getattr(modules.get(slot.module), "weight", None)
+        if statistics.plan.owner(weight) is None:
+            raise ConfigurationError(
+                f"the weight of {slot.module} is not the one that was calibrated; compare the very "
+                "model that the calibration was made with"
+            )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and the like, whatever mode the model is in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _plain(model: nn.Module, batch: Batch) -> Any:
+    # Parts of the model may be compiled in place, with the backend of the calibration.
+    with torch.compiler.set_stance("force_eager"):
+        return _call(model, batch)
+
+
+class _Whole(nn.Module):
+    """A model as a part. Dynamo remembers what it compiled with the code of `forward`, and only so
+    much: what is compiled here shall not take the place of what the user compiles.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def _quantized(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
+    """The finalized graph, run op by op: what is compared is quantization, not compilers."""
+    compiled = torch.compile(_Whole(model), backend=backend)
+
+    def run(batch: Batch) -> Any:
+        # Where Dynamo gives up it runs the plain model, and nothing would seem to have changed.
+        with never_fall_back():
+            output = _call(compiled, batch)
+        if not backend.graphs:
+            raise GraphError(
+                "the quantized model cannot be run because torch.compile is turned off; compare "
+                "without TORCHDYNAMO_DISABLE and without a stance of torch.compiler"
+            )
+        return output
+
+    return run
+
+
+def _call(model: Callable[..., Any], batch: Batch) -> Any:
+    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+
+def _named(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+    """The batch by the names of the model's arguments."""
+    if isinstance(batch, Mapping):
+        return batch
+    return inspect.signature(model.forward).bind_partial(*batch).arguments
+
+
+def _counted(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Which positions are not padding, if the batch says so."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return None
+    return mask.bool()
+
+
+class _Outputs:
+    """Finds what can be compared in the outputs of a model, and compares it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._measures: dict[str, Measure] = {}
+        self._misfits: list[str] = []
+
+    def add(self, batch: Batch, before: Any, after: Any) -> None:
+        named = _named(self._model, batch)
+        vocabulary = _vocabulary(self._model)
+        name, old = _comparable(before)
+        _, new = _comparable(after)
+        if old is None or new is None:
+            return
+        if old.shape != new.shape:
+            self._misfits.append(f"{tuple(old.shape)} and {tuple(new.shape)}")
+        elif _are_choices(name, old, vocabulary):
+            self._add_choices(named, old, new)
+        else:
+            self._add_vectors(name, _counted(named), old, new)
+
+    def _add_choices(
+        self, batch: Mapping[str, Any], before: torch.Tensor, after: torch.Tensor
+    ) -> None:
+        counted = _counted(batch)
+        rows = counted_rows(before, counted)
+        labels = None
+        ids = batch.get("input_ids")
+        if _is_causal(self._model) and ids is not None and ids.shape == before.shape[:-1]:
+            labels = next_tokens(ids, counted).flatten()[rows]
+        measure = self._measures.setdefault("choices", Choices())
+        assert isinstance(measure, Choices)
+        measure.add(before.flatten(0, -2)[rows], after.flatten(0, -2)[rows], labels)
+
+    def _add_vectors(
+        self,
+        name: str,
+        counted: torch.Tensor | None,
+        before: torch.Tensor,
+        after: torch.Tensor,
+    ) -> None:
+        of = name.replace("_", " ")
+        if before.dim() != 3:
+            rows = [v.reshape(len(v), -1) for v in (before, after)]
+            self._vectors("sequences", f"the {of}").add(*rows)
+            return
+        kept = counted_rows(before, counted)
+        tokens = [v.flatten(0, 1)[kept] for v in (before, after)]
+        self._vectors("tokens", f"the {of}").add(*tokens)
+        weights = torch.ones(before.shape[:2], device=before.device)
+        if counted is not None and counted.shape == weights.shape:
+            weights = counted.float()
+        means = [_mean(v.float(), weights) for v in (before, after)]
+        self._vectors("sequences", f"the mean {of}").add(*means)
+
+    def _vectors(self, unit: str, of: str) -> Vectors:
+        measure = self._measures.setdefault(unit, Vectors(unit, of=of))
+        assert isinstance(measure, Vectors)
+        return measure
+
+    def changes(self) -> list[Change]:
+        return [change for measure in self._measures.values() for change in measure.changes()]
+
+    def remarks(self) -> list[Remark]:
+        # The first says it all: others are made of the same numbers.
+        found = [r for measure in list(self._measures.values())[:1] for r in measure.remarks()]
+        if self._misfits:
+            text = (
+                f"The outputs of {len(self._misfits)} batches could not be compared, because their "
+                f"shapes differ: {self._misfits[0]}."
+            )
+            found.append(Remark(severity="warning", text=text))
+        return found
+
+
+def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mean over positions. What weighs nothing may be NaN and still does not count."""
+    weights = weights.unsqueeze(-1)
+    total = values.masked_fill(weights == 0, 0).sum(1)
+    return total / weights.sum(1).clamp(min=1)
+
+
+def _comparable(output: Any) -> tuple[str, torch.Tensor | None]:
+    """The tensor of an output that says most, and its name."""
+    if isinstance(output, torch.Tensor):
+        output = (output,)
+    if isinstance(output, (tuple, list)):
+        named = [("output", value) for value in output]
+    else:
+        fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        first = [name for name in ("logits", *_VECTORS) if name in fields]
+        named = [(name, fields[name]) for name in (*first, *fields)]
+    # A loss has no dimension, and ids are no floating-point numbers.
+    usable = (
+        (name, value)
+        for name, value in named
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
+    )
+    return next(usable, ("output", None))
+
+
+def _are_choices(name: str, values: torch.Tensor, vocabulary: int | None) -> bool:
+    """Whether the last dimension has a score for each of several choices."""
+    if values.dim() > 3 or values.size(-1) < 2:
+        return False
+    return name == "logits" or (name == "output" and values.size(-1) == vocabulary)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    # A model of text and images has a configuration for each.
+    text = getattr(config, "get_text_config", lambda: config)()
+    size = getattr(text, "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether position by position the model says which token comes next."""
+    can_generate = getattr(model, "can_generate", None)
+    config = getattr(model, "config", None)
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
+    return callable(can_generate) and bool(can_generate()) and not is_pair

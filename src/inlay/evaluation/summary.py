@@ -1,0 +1,278 @@
+"""The report of a calibration: what was done, what was found, what to look at."""
+
+import math
+import platform
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from compressed_tensors.quantization.utils import calculate_range
+from torch import nn
+
+from inlay._version import __version__
+from inlay.calibration import Calibration
+from inlay.checkpoint.layers import experts_in_one_parameter
+from inlay.evaluation.compare import Comparison
+from inlay.evaluation.distributions import Clip, distribution_of_histogram, distribution_of_weight
+from inlay.evaluation.findings import layer_remarks, slot_remarks, unquantized_remarks
+from inlay.observers import Observer, QParamsDict, default_observer
+from inlay.observers.histogram import HistogramObserver
+from inlay.ranges.float_histogram import Histogram
+from inlay.recipe import Slot, format_in_words, recipe_text, scheme_in_words
+from inlay.report.data import LayerError, Remark, ReportData, SlotRecord, Stage
+from inlay.statistics.by_slot import Statistics
+
+if TYPE_CHECKING:
+    from inlay.run_record import Record
+
+__all__ = ["report_of"]
+
+_PACKAGES = ("torch", "compressed-tensors", "transformers")
+_BINS = 256
+_WEIGHT_BINS = 48
+# All bins of a report together: 64 thousand are about a megabyte of the page.
+_BINS_IN_ALL = 1 << 16
+_FEWEST_BINS = 24
+
+Kind = Literal["weight", "input", "output", "q", "k", "v"]
+
+
+def report_of(
+    calibration: Calibration,
+    comparison: Comparison | None = None,
+    *,
+    record: "Record | None" = None,
+    sizes: tuple[int, int] | None = None,
+) -> ReportData:
+    """All that the report of a finalized calibration says.
+
+    :param comparison: with the model before, if there was one
+    :param record: what the run was made with
+    :param sizes: bytes of the model before and after; estimated if not given
+    """
+    statistics, model = calibration.statistics, calibration.model
+    layers = () if comparison is None else comparison.layers
+    slots = _SlotRecords(model, statistics, layers).all()
+    scheme = scheme_in_words(calibration.recipe.config)
+    name = _name_of(model) if record is None else record.model
+    before, after = sizes or _estimated_sizes(model, statistics)
+    return ReportData(
+        title=f"{name.rstrip('/').rpartition('/')[2] or name}, {scheme}",
+        model=name,
+        recipe=recipe_text(calibration.recipe.config),
+        scheme=scheme,
+        data="unknown data" if record is None else record.data,
+        samples=0 if record is None else record.samples,
+        tokens=0 if record is None else record.tokens,
+        padding_tokens=0 if record is None else record.padding_tokens,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        size_before=before,
+        size_after=after,
+        versions=_versions(),
+        stages=() if record is None else tuple(Stage(name=n, seconds=s) for n, s in record.stages),
+        changes=() if comparison is None else comparison.changes,
+        layers=layers,
+        slots=slots,
+        warnings=tuple(_remarks(model, statistics, slots, comparison)),
+    )
+
+
+def _remarks(
+    model: nn.Module,
+    statistics: Statistics,
+    slots: tuple[SlotRecord, ...],
+    comparison: Comparison | None,
+) -> Iterable[Remark]:
+    if comparison is not None:
+        yield from comparison.remarks
+        yield from layer_remarks(comparison.layers)
+    yield from slot_remarks(slots)
+    left = [slot for slot in statistics.plan.slots.values() if not _is_quantized(statistics, slot)]
+    yield from unquantized_remarks(
+        without_data=[s.name for s in left if s.base_name != "weight" and not statistics.seen(s)],
+        not_finite=[s.name for s in left if s.base_name == "weight" or statistics.seen(s)],
+        modules=[
+            name
+            for name, kind in statistics.plan.kinds.items()
+            if kind == "linear" and not statistics.plan.of_module(name)
+        ],
+    )
+    yield from _about_experts(model)
+    yield from _about_comparison(comparison)
+    if any(s.distribution is not None and s.kind in "qkv" and s.scale_count > 1 for s in slots):
+        text = "Distributions of queries, keys and values are those of all heads together."
+        yield Remark(severity="note", text=text)
+
+
+def _about_experts(model: nn.Module) -> Iterable[Remark]:
+    """Weights of many experts in one parameter are no modules that a recipe could target."""
+    found = [name for name, _ in experts_in_one_parameter(model)]
+    if found:
+        text = (
+            f"{len(found):,} modules hold all their experts in one parameter, such as {found[0]}; "
+            "these are no Linear modules and stay in full precision."
+        )
+        yield Remark(severity="note", text=text)
+
+
+def _about_comparison(comparison: Comparison | None) -> Iterable[Remark]:
+    if comparison is None or not comparison.batches:
+        text = (
+            "No data was held out from calibration, so it is not known how much the output "
+            "changed; hold some out before relying on the quantized model."
+        )
+        yield Remark(severity="warning", text=text)
+    elif not comparison.changes:
+        text = (
+            "The model's output holds nothing that could be compared, so it is not known how "
+            "much it changed; compare the two models by a measure of your own."
+        )
+        yield Remark(severity="warning", text=text)
+
+
+class _SlotRecords:
+    """Makes the records of all slots."""
+
+    def __init__(
+        self, model: nn.Module, statistics: Statistics, layers: Iterable[LayerError]
+    ) -> None:
+        self._statistics = statistics
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        places = {name: place for place, name in enumerate(self._modules)}
+        self._slots = sorted(statistics.plan.slots.values(), key=lambda s: places[s.module])
+        share = _BINS_IN_ALL // max(1, len(self._slots))
+        self._bins = max(_FEWEST_BINS, min(_BINS, share))
+        self._layers = {layer.module: layer for layer in layers}
+        # Slots that share their statistics share what is made of them.
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def all(self) -> tuple[SlotRecord, ...]:
+        return tuple(self._record(slot) for slot in self._slots)
+
+    def _record(self, slot: Slot) -> SlotRecord:
+        assert self._statistics.qparams is not None
+        qparams = self._statistics.qparams.get(slot.name)
+        scales = _scales(slot, qparams)
+        clip = _clip(slot, qparams)
+        is_weight = slot.base_name == "weight"
+        found = self._of_weight(slot, clip) if is_weight else self._of_activation(slot, clip)
+        words = format_in_words(slot.args, slot.base_name)
+        if not _is_quantized(self._statistics, slot):
+            words += ", left in full precision"
+        return SlotRecord(
+            name=slot.name,
+            module=slot.module,
+            kind=cast(Kind, slot.base_name),
+            observer=_observer_name(slot),
+            format=words,
+            scale_count=0 if scales is None else scales.numel(),
+            scale_min=None if scales is None else float(scales.min()),
+            scale_max=None if scales is None else float(scales.max()),
+            tokens=self._tokens(slot),
+            sqnr_db=self._sqnr(slot),
+            **found,
+        )
+
+    def _of_weight(self, slot: Slot, clip: Clip) -> dict[str, Any]:
+        weight = self._modules[slot.module].weight
+        assert isinstance(weight, torch.Tensor)
+        low, high = (float(value) for value in weight.detach().aminmax())
+        picture = distribution_of_weight(weight.detach(), clip, bins=min(_WEIGHT_BINS, self._bins))
+        return {"low": low, "high": high, "distribution": picture}
+
+    def _of_activation(self, slot: Slot, clip: Clip) -> dict[str, Any]:
+        if not slot.is_observed or not self._statistics.seen(slot):
+            return {}
+        owner = next(iter(self._statistics.shared_with(slot)), slot).name
+        if owner not in self._known:
+            observer = self._statistics.activation_observer(slot)
+            self._known[owner] = self._of_observer(observer, clip)
+        return self._known[owner]
+
+    def _of_observer(self, observer: Observer, clip: Clip) -> dict[str, Any]:
+        if not (hasattr(observer, "min_vals") and hasattr(observer, "max_vals")):
+            return {}
+        lows, highs = observer.min_vals.cpu(), observer.max_vals.cpu()
+        found: dict[str, Any] = {"low": float(lows.min()), "high": float(highs.max())}
+        if isinstance(observer, HistogramObserver) and all(map(math.isfinite, found.values())):
+            histogram = Histogram(observer.bins, observer.counts.cpu(), lows, highs)
+            found["distribution"] = distribution_of_histogram(histogram, clip, bins=self._bins)
+        return found
+
+    def _tokens(self, slot: Slot) -> int | None:
+        if slot.base_name == "weight" or not slot.is_observed:
+            return None
+        return self._statistics.tokens(slot)
+
+    def _sqnr(self, slot: Slot) -> float | None:
+        layer = self._layers.get(slot.module)
+        if layer is None:
+            return None
+        known = {"weight": layer.weight_sqnr_db, "input": layer.input_sqnr_db}
+        return known.get(slot.base_name)
+
+
+def _is_quantized(statistics: Statistics, slot: Slot) -> bool:
+    assert statistics.qparams is not None
+    return slot.name in statistics.qparams or not slot.is_observed
+
+
+def _observer_name(slot: Slot) -> str:
+    if not slot.is_observed:
+        return "none"
+    return str(slot.args.observer or default_observer(slot.base_name))
+
+
+def _scales(slot: Slot, qparams: QParamsDict | None) -> torch.Tensor | None:
+    """What a quantized number is multiplied with; None where it is found at run time."""
+    if qparams is None or not slot.is_static:
+        return None
+    scale = qparams["scale"].float()
+    global_scale = qparams.get("global_scale")
+    return scale if global_scale is None else scale / global_scale.float()
+
+
+def _clip(slot: Slot, qparams: QParamsDict | None) -> Clip:
+    """The smallest and the largest value that can be represented, over all scales."""
+    scales = _scales(slot, qparams)
+    if scales is None or qparams is None:
+        return None, None
+    lowest, highest = calculate_range(slot.args, scales.device)
+    zero_point = qparams["zero_point"].float()
+    low, high = ((limit - zero_point) * scales for limit in (lowest, highest))
+    return float(low.min()), float(high.max())
+
+
+def _name_of(model: nn.Module) -> str:
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return name if isinstance(name, str) and name else type(model).__name__
+
+
+def _versions() -> dict[str, str]:
+    versions = {"inlay": __version__}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {**versions, "python": platform.python_version()}
+
+
+def _estimated_sizes(model: nn.Module, statistics: Statistics) -> tuple[int, int]:
+    """Bytes of all parameters and buffers, and what is left when weights are packed."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    before = after = sum(tensor.nbytes for tensor in tensors.values())
+    assert statistics.qparams is not None
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for slot in statistics.plan.weight_slots():
+        weight = tensors.pop(id(modules[slot.module].weight), None)  # tied ones are there once
+        qparams = statistics.qparams.get(slot.name)
+        if weight is None or qparams is None:
+            continue
+        packed = math.ceil(weight.numel() * slot.args.num_bits / 8)
+        after += packed - weight.nbytes + qparams["scale"].nbytes
+        if not slot.args.symmetric:
+            after += qparams["zero_point"].nbytes
+    return before, after

@@ -1,0 +1,120 @@
+"""Inputs of a graph: the model's own, and those that passes add for state and qparams."""
+
+import operator
+import re
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from inlay.graph.editing import copy
+from inlay.graph.meta import made_by, stamp
+
+__all__ = [
+    "SlotInput",
+    "add_input",
+    "bind",
+    "erase_with_inputs",
+    "inputs_of",
+    "label_inputs",
+    "slot_input",
+    "slot_inputs",
+    "tensor_of",
+]
+
+_INPUT = "inlay_input"  # key of node.meta: what an input that a pass added stands for
+_TENSOR = "inlay_tensor"  # key of node.meta: the very tensor that an input is called with
+
+
+@dataclass(frozen=True)
+class SlotInput:
+    """An input that belongs to a slot and not to the model: part of its state or its qparams."""
+
+    slot: str
+    key: str
+
+
+def inputs_of(graph: Graph) -> list[Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def slot_input(value: Any) -> SlotInput | None:
+    """What an input that a pass added stands for; None for everything else."""
+    found: SlotInput | None = value.meta.get(_INPUT) if isinstance(value, Node) else None
+    return found
+
+
+def slot_inputs(graph: Graph) -> dict[Node, SlotInput]:
+    """Inputs that passes added, with what they stand for. They come after the model's own."""
+    return {node: node.meta[_INPUT] for node in inputs_of(graph) if _INPUT in node.meta}
+
+
+def add_input(graph: Graph, what: SlotInput, value: Any, pass_name: str) -> Node:
+    """Add an input after all others, or return the one that is there for the same purpose."""
+    for node, existing in slot_inputs(graph).items():
+        if existing == what:
+            return node
+    inputs = inputs_of(graph)
+    first = next(iter(graph.nodes))
+    with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
+        name = re.sub(r"\W", "_", f"{what.slot}_{what.key}")
+        node = graph.placeholder(f"_{name}" if name[0].isdigit() else name)
+    node.meta[_INPUT] = what
+    node.meta["example_value"] = value
+    return stamp(node, pass_name)
+
+
+def erase_with_inputs(graph: Graph, node: Node) -> None:
+    """Erase a node, and with it what passes added for this node alone."""
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for added in inputs:
+        if (
+            made_by(added) is not None
+            and not added.users
+            and added.op in ("placeholder", "get_attr")
+        ):
+            graph.erase_node(added)
+
+
+def bind(gm: GraphModule, values: Mapping[SlotInput, torch.Tensor]) -> GraphModule:
+    """Turn inputs that passes added into constants of the module."""
+    gm = copy(gm)
+    for node, what in slot_inputs(gm.graph).items():
+        name = node.name
+        gm.register_buffer(name, values[what])
+        with gm.graph.inserting_after(inputs_of(gm.graph)[-1]):
+            constant = gm.graph.get_attr(name)
+        constant.meta = dict(node.meta)
+        node.replace_all_uses_with(constant)
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+def tensor_of(gm: GraphModule, node: Any) -> torch.Tensor | None:
+    """The very tensor behind an input of the graph or an attribute of the module."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(gm)
+        return value if isinstance(value, torch.Tensor) else None
+    if node.op == "placeholder":
+        if _TENSOR in node.meta:
+            return node.meta[_TENSOR]()  # type: ignore[no-any-return]
+        arg = node.meta.get("grapharg")
+        value = None if arg is None else arg.example
+        return value if isinstance(value, torch.Tensor) else None
+    return None
+
+
+def label_inputs(gm: GraphModule, inputs: Iterable[Any]) -> GraphModule:
+    """A copy whose inputs know the very tensors they are called with."""
+    gm = copy(gm)
+    for node, value in zip(inputs_of(gm.graph), inputs, strict=True):
+        if isinstance(value, torch.Tensor):
+            node.meta[_TENSOR] = weakref.ref(value)
+    return gm

@@ -1,0 +1,113 @@
+"""Rounding as eager PyTorch does it, in forms that a compiler keeps and that vectorize.
+
+Inductor computes half precision in float32 and rounds only what it stores, so a quantized value
+would differ from the eager one. It cannot see through arithmetic on the bits.
+"""
+
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization.utils import calculate_range
+from torch.overrides import TorchFunctionMode
+
+from inlay.torch_private import without_fake_mode, without_torch_function
+
+__all__ = ["EagerRounding", "as_rounded", "quantize_dequantize", "stored"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class EagerRounding(TorchFunctionMode):
+    """While it is on, every half-precision result is rounded, whoever compiles it later.
+
+    And stored: the bits are read more than once, and what a chain of roundings is computed from
+    would be written out twice as often for each link of it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype in _HALVES:
+            return stored(as_rounded(result.float(), result.dtype).to(result.dtype))
+        return result
+
+
+def stored(value: torch.Tensor) -> torch.Tensor:
+    """The same, stored in memory: else Inductor computes it again wherever it is used.
+
+    It does not look behind a tensor that is viewed with explicit strides.
+    """
+    with without_torch_function():
+        value = value.contiguous()
+        return value.as_strided(value.shape, value.stride())
+
+
+def as_rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float32 value, rounded to a number that `dtype` has; as it is for other dtypes."""
+    if dtype == torch.bfloat16:
+        bits = value.view(torch.int32)
+        # Half a unit, less the smallest bit if the last kept one is zero: ties go to even.
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+    if dtype == torch.float16:
+        rounded = _to_grid(value, mantissa=10, smallest_exponent=-14)
+        return (rounded * 2.0**112) * 2.0**-112  # 2 ** 16, the first too large, becomes infinite
+    return value
+
+
+def quantize_dequantize(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    dtype: torch.dtype,
+    *,
+    inverse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fake_quantize` of compressed-tensors for values that came in `dtype`.
+
+    Halves are given as float32 and rounded wherever `fake_quantize` would. Without zero point, as
+    symmetric formats are, two operations are saved. The tests hold it to theirs, bit for bit.
+    With the inverse of the scale it is a little less exact and faster.
+    """
+    scaled = as_rounded(value / scale if inverse is None else value * inverse, dtype)
+    if zero_point is not None:
+        scaled = as_rounded(scaled + zero_point, dtype)
+    low, high = (float(bound) for bound in _range(args))
+    quantized = _round(scaled.clamp(low, high), args)
+    if zero_point is not None:
+        quantized = as_rounded(quantized - zero_point, dtype)
+    return as_rounded(quantized * scale, dtype)
+
+
+def _range(args: QuantizationArgs) -> tuple[float, float]:
+    # compressed-tensors remembers these tensors for good, so they must be real ones.
+    with without_fake_mode():
+        low, high = calculate_range(args, torch.device("cpu"))
+        return float(low), float(high)
+
+
+def _round(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    if args.type == QuantizationType.INT:
+        return value.round()
+    if args.num_bits == 8:
+        return _to_grid(value, mantissa=3, smallest_exponent=-6)
+    return _to_grid(value, mantissa=1, smallest_exponent=0)
+
+
+def _to_grid(value: torch.Tensor, *, mantissa: int, smallest_exponent: int) -> torch.Tensor:
+    """Round to the numbers of a small float format, ties to even.
+
+    Adding a number so large that the last bit of the sum is worth one step of the format, and
+    taking it away again, leaves the value rounded. One and a half times a power of two, so that
+    the sum has the same exponent for either sign.
+    """
+    if value.dtype == torch.float64:
+        exponent = value.abs().clamp(min=2.0**smallest_exponent).log2().floor()
+        large = 1.5 * torch.exp2(exponent + (52 - mantissa))
+    else:
+        bits = value.abs().clamp(min=2.0**smallest_exponent).view(torch.int32)
+        shift = ((23 - mantissa) << 23) + (1 << 22)
+        large = ((bits & 0x7F800000) + shift).view(torch.float32)
+    return (value + large) - large

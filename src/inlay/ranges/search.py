@@ -1,0 +1,260 @@
+"""Range search: which part of the observed range loses least when it is quantized?
+
+The search tries the observed range, then ever smaller parts of it, and keeps for every group the
+candidate with the smallest error. compressed-tensors computes the candidate's scale and says what
+the quantized value is, so what is minimized is the error that will really be made.
+
+`RangeSearch.specification` says what the search means, one candidate at a time. The same search is
+also one expression over all candidates, which Inductor makes one loop nest of: a group is read
+from memory once and stays in the cache while its candidates are tried. Traced into a graph it
+stands there as it is; an eager observer compiles it once per format for weights of every shape.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.lifecycle import fake_quantize
+
+from inlay.ranges.args import format_key_of
+from inlay.ranges.candidates import (
+    Range,
+    args_of_search,
+    as_factors,
+    candidates,
+    error_dtype,
+    errors_of,
+    first_best,
+    full_range,
+    improving,
+    is_traced,
+    select,
+    tried_of,
+)
+from inlay.ranges.kernels import Chunk, Kernel, as_rows, chunks_of, kernel_of
+from inlay.ranges.padding import as_weights, fill_invalid
+from inlay.ranges.qparams import qparams_of_range
+from inlay.ranges.rounding import stored
+
+__all__ = ["COMPILE_FROM", "RangeSearch"]
+
+# Elements from which an eager search is compiled, once per format. By size alone, so that what is
+# found does not depend on the order of weights. The compiler is repaid after 30 to 140 weights of
+# this size, by format (`make bench` measures it): a model that has such weights has as many. With
+# smaller ones it would wait longer for the compiler than for the search.
+COMPILE_FROM = 2**21
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeSearch:
+    """A search over `shrinks`, the factors by which the observed range is multiplied in turn.
+
+    :param args: how the observed value will be quantized
+    :param shrinks: candidate factors, usually falling from 1
+    :param norm: exponent of the error; 2 is the mean squared error
+    :param patience: stop after this many candidates in a row that improved no group;
+        None tries them all
+    :param expand: factor applied to the observed range before the search
+    """
+
+    args: QuantizationArgs
+    shrinks: tuple[float, ...]
+    norm: float
+    patience: int | None = None
+    expand: float = 1.0
+
+    @torch.no_grad()
+    def __call__(self, observed: torch.Tensor, importance: torch.Tensor | None = None) -> Range:
+        """Find the range of each group.
+
+        :param observed: values of shape (num_observations, *qparam_shape, group_size)
+        :param importance: weight of each value's error, broadcastable to `observed`
+        :return: minimum and maximum of the best range, each of shape qparam_shape
+        """
+        if not self.shrinks:
+            return full_range(observed, self.expand)
+        if is_traced(observed.detach()):
+            return self._traced(observed, importance)
+        if observed.numel() < COMPILE_FROM:
+            return self.specification(observed, importance)
+        return self._compiled(observed, importance)
+
+    @torch.no_grad()
+    def among(self, observed: torch.Tensor, valid: torch.Tensor) -> Range:
+        """Find the range of each group with regard to valid observations only.
+
+        :param valid: of shape (num_observations,), at least one of them true
+        """
+
+        def search() -> Range:
+            return self(fill_invalid(observed, valid), as_weights(valid, observed))
+
+        return self._once(observed, search, valid) if is_traced(observed.detach()) else search()
+
+    @torch.no_grad()
+    def specification(
+        self, observed: torch.Tensor, importance: torch.Tensor | None = None
+    ) -> Range:
+        """What the search means: one candidate after another, until patience runs out."""
+        min_vals = torch.amin(observed, dim=(0, -1)) * self.expand
+        max_vals = torch.amax(observed, dim=(0, -1)) * self.expand
+        best_min, best_max = min_vals, max_vals
+        best_error = torch.full_like(min_vals, torch.inf, dtype=error_dtype(observed))
+        without_gain = 0
+
+        for shrink in self.shrinks:
+            low, high = min_vals * shrink, max_vals * shrink
+            error = self.error(observed, low, high, importance)
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            best_min = torch.where(better, low, best_min)
+            best_max = torch.where(better, high, best_max)
+            without_gain = 0 if bool(better.any()) else without_gain + 1
+            if self.patience is not None and without_gain >= self.patience:
+                break
+
+        return best_min, best_max
+
+    @torch.no_grad()
+    def error(
+        self,
+        observed: torch.Tensor,
+        min_vals: torch.Tensor,
+        max_vals: torch.Tensor,
+        importance: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The metric: sum over each group of |quantized - observed| ** norm.
+
+        Differences of half-precision values are taken and summed in float32. For tensor_group the
+        rounding of the local scale is left out, because the global scale that governs it is known
+        only after all ranges of the fused layers have been chosen.
+        """
+        args = args_of_search(self.args)
+        scale, zero_point = qparams_of_range(min_vals, max_vals, args)
+        # With one scale per row of the last dimension the value is quantized in place of any
+        # strategy, without bringing it back to the shape it had before it was flattened.
+        per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
+        quantized = fake_quantize(
+            observed, scale.unsqueeze(-1), zero_point.unsqueeze(-1), per_row
+        ).to(observed.dtype)
+
+        dtype = error_dtype(observed)
+        error: torch.Tensor = quantized.to(dtype).sub_(observed).abs_().pow_(self.norm)
+        if importance is not None:
+            error.mul_(importance)
+        return error.sum(dim=(0, -1))
+
+    @torch.no_grad()
+    def expression(self, observed: torch.Tensor, importance: torch.Tensor | None = None) -> Range:
+        """The search without a branch on data, for tracing: run as it is, it holds every candidate.
+
+        Patience is replayed from the errors of all candidates.
+        """
+        # What the value is computed from must not be computed again for every candidate.
+        observed = stored(observed)
+        shrinks = as_factors(self.shrinks, observed)
+        low, high = full_range(observed, self.expand)
+        errors = errors_of(
+            observed,
+            candidates(low, high, shrinks, args_of_search(self.args)),
+            importance,
+            args=self.args,
+            norm=self.norm,
+            dtype=observed.dtype,
+        )
+        tried = tried_of(improving(errors), self.patience)
+        best = first_best(torch.where(tried, errors, torch.inf))
+        return select(low, high, shrinks, best)
+
+    def _traced(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
+        if importance is not None:
+            return self.expression(observed, importance)
+        return self._once(observed, lambda: self.expression(observed))
+
+    def _once(
+        self,
+        observed: torch.Tensor,
+        search: Callable[[], Range],
+        valid: torch.Tensor | None = None,
+    ) -> Range:
+        """What was found before for a tensor that is searched in the same way again.
+
+        An observer in a graph is traced for its first value and for later ones. Nothing after
+        that would find out that both hold the same search. The tensor remembers it: while a graph
+        is traced tensors do not change, and when it goes, so does what it remembers.
+        """
+        known: dict[object, Range] = observed.__dict__.setdefault("_inlay_ranges", {})
+        settings = (self.shrinks, self.norm, self.patience, self.expand)
+        key = (format_key_of(self.args), *settings, None if valid is None else id(valid))
+        if key not in known:
+            known[key] = search()
+        return known[key]
+
+    def _compiled(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
+        """The search in a compiled kernel, over chunks of rows that share one decision to stop."""
+        rows = as_rows(observed)
+        weights = None if importance is None else as_rows(importance.expand(observed.shape))
+        chunks = chunks_of(rows, weights, len(self.shrinks))
+        kernel = kernel_of(
+            format_key_of(self.args),
+            self.norm,
+            self.expand,
+            observed.dtype,
+            observed.device,
+            weighted=importance is not None,
+            single=len(rows) == 1,
+        )
+        shrinks = as_factors(self.shrinks, observed)
+
+        lows, highs, bests = [], [], []
+        for chunk, weight in chunks:
+            result = kernel(chunk, shrinks, *weight)
+            if result is None:  # compilation is switched off
+                return self.specification(observed, importance)
+            low, high, errors = result
+            lows.append(low)
+            highs.append(high)
+            bests.append(first_best(errors).to(torch.int16))  # kept for every group
+        best = torch.cat(bests).long()
+        if self.patience is not None and _stopped_early(best, len(shrinks), self.patience):
+            single = errors if len(chunks) == 1 else None
+            best = self._within_patience(kernel, chunks, shrinks, single)
+        low, high = select(torch.cat(lows), torch.cat(highs), shrinks, best)
+        return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
+
+    def _within_patience(
+        self,
+        kernel: Kernel,
+        chunks: list[Chunk],
+        shrinks: torch.Tensor,
+        single: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The best candidates among those that are tried.
+
+        :param single: the errors, if there is a single chunk; those of several are not kept, and
+            computed twice more
+        """
+
+        def errors() -> Iterator[torch.Tensor]:
+            if single is not None:
+                yield single
+                return
+            for chunk, weight in chunks:
+                yield kernel(chunk, shrinks, *weight)[2]
+
+        gained = torch.zeros(len(shrinks), dtype=torch.bool, device=shrinks.device)
+        for part in errors():
+            gained |= improving(part)
+        tried = tried_of(gained, self.patience)
+        return torch.cat([first_best(torch.where(tried, part, torch.inf)) for part in errors()])
+
+
+def _stopped_early(best: torch.Tensor, candidates: int, patience: int) -> bool:
+    """Whether patience may have run out before the last candidate that is best for some group.
+
+    What is best for a group improved it. So patience held out if there are no long gaps between
+    candidates that are best for some group; mostly that is all that needs to be known.
+    """
+    bests = torch.bincount(best.flatten() + 1, minlength=candidates + 1)[1:] > 0
+    return bool((bests & ~tried_of(bests, patience)).any())

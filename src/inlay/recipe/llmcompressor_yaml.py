@@ -1,0 +1,101 @@
+"""Recipes of llm-compressor: what a `QuantizationModifier` in their YAML means."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationScheme
+
+from inlay.errors import ConfigurationError
+from inlay.recipe.presets import checked, names_of, preset, require_known
+
+__all__ = ["config_of_modifiers", "find_modifiers"]
+
+_MODIFIER_FIELDS = (
+    "config_groups",
+    "ignore",
+    "input_observer",
+    "kv_cache_scheme",
+    "observer",
+    "output_observer",
+    "scheme",
+    "targets",
+    "weight_observer",
+)
+_SCHEME_PARTS = ("weights", "input_activations", "output_activations")
+
+
+def find_modifiers(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Modifiers of a llm-compressor recipe, at whatever depth of stages they stand."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in content.items():
+        if not isinstance(value, dict):
+            continue
+        if str(name).endswith("Modifier"):
+            found[name] = value
+        else:
+            found.update(find_modifiers(value))
+    return found
+
+
+def config_of_modifiers(modifiers: dict[str, dict[str, Any]], place: str) -> dict[str, Any]:
+    """The fields of the `QuantizationConfig` that the modifiers describe."""
+    others = sorted(set(modifiers) - {"QuantizationModifier"})
+    if others:
+        raise ConfigurationError(
+            f"{place} has {', '.join(others)}; only QuantizationModifier is calibration"
+        )
+    fields = modifiers["QuantizationModifier"]
+    require_known(fields, _MODIFIER_FIELDS, f"QuantizationModifier in {place}")
+    groups = fields.get("config_groups")
+    targets = names_of(fields.get("targets", ["Linear"]), "targets")
+    if groups is None:
+        groups = _groups_of_scheme(fields.get("scheme"), targets, place)
+    observers = {
+        **(fields.get("observer") or {}),
+        **{
+            part: fields[f"{singular}_observer"]
+            for part, singular in [("weights", "weight"), ("input", "input"), ("output", "output")]
+            if fields.get(f"{singular}_observer") is not None
+        },
+    }
+    return {
+        "config_groups": {
+            name: _with_observers(group, observers) for name, group in groups.items()
+        },
+        "ignore": names_of(fields.get("ignore", []), "ignore"),
+        "kv_cache_scheme": fields.get("kv_cache_scheme"),
+    }
+
+
+def _groups_of_scheme(scheme: Any, targets: list[str], place: str) -> dict[str, Any]:
+    """The three forms of `scheme`: a preset's name, parts of a scheme, presets with targets."""
+    if isinstance(scheme, str):
+        return {"group_0": preset(scheme, targets)}
+    if isinstance(scheme, dict) and set(scheme) & set(_SCHEME_PARTS):
+        return {"group_0": checked(QuantizationScheme, targets=targets, **scheme)}
+    if isinstance(scheme, dict) and scheme:
+        return {
+            f"group_{index}": preset(name, names_of(own, "targets"))
+            for index, (name, own) in enumerate(scheme.items())
+        }
+    raise ConfigurationError(
+        f"{place} has no scheme; add `scheme:` with a preset's name or with `weights:` and so on"
+    )
+
+
+def _with_observers(group: Any, observers: Mapping[str, str]) -> QuantizationScheme:
+    if not isinstance(group, QuantizationScheme):
+        group = checked(QuantizationScheme, **group)
+    changed = group.model_copy(deep=True)
+    aliases = {
+        "weights": "weights",
+        "weight": "weights",
+        "input": "input_activations",
+        "output": "output_activations",
+    }
+    for part, name in observers.items():
+        require_known({part: name}, tuple(aliases), "observer")
+        args = getattr(changed, aliases[part])
+        if args is not None:
+            args.observer = name
+    return changed

@@ -1,0 +1,211 @@
+"""A recipe applied to a model: its slots, found by module and by weight."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
+from compressed_tensors.utils.match import (
+    is_match,
+    is_narrow_match,
+    match_named_modules,
+    match_targets,
+)
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from inlay.errors import ConfigurationError, ObservationError
+from inlay.observers import FUSED_LAYER_NAMES, flatten_for_calibration
+from inlay.ranges.args import key_of
+from inlay.recipe.recipe import Recipe
+from inlay.recipe.slot import BASE_NAMES, Slot
+
+__all__ = ["Plan"]
+
+_KINDS = {"linear": nn.Linear, "embedding": nn.Embedding}
+
+
+class Plan:
+    """A recipe applied to a model: its slots by name, and its weights by identity.
+
+    Weights are known by identity because that is what a compiled graph is called with: the same
+    graph may serve many modules, under names it cannot know.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.slots: dict[str, Slot] = {}
+        self.kinds: dict[str, str] = {}
+        # Every weight of the model, targeted or not: {weight: names of the modules that have it}.
+        self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        for name, module in model.named_modules(remove_duplicate=False):
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, torch.Tensor):
+                if weight not in self._owners:
+                    self._owners[weight] = []
+                self._owners[weight].append(name)
+            kind = next((k for k, cls in _KINDS.items() if isinstance(module, cls)), None)
+            if kind is not None:
+                self.kinds[name] = kind
+        _require_matches(model, recipe)
+        for name, parts in _quantized_parts(model, recipe):
+            for base_name, args in parts:
+                slot = Slot(name, base_name, args)
+                self.slots[slot.name] = slot
+        _require_fitting_weights(model, self.weight_slots())
+
+    def owner(self, weight: torch.Tensor | None, kind: str | None = None) -> str | None:
+        """The module whose weight this is: the first one of that kind, if several share it."""
+        names = [] if weight is None else self._names_of(weight)
+        if kind is not None:
+            names = [name for name in names if self.kinds.get(name) == kind]
+        # Of modules that share a weight, one that is quantized speaks for all.
+        return min(names, key=lambda name: not self.of_module(name), default=None)
+
+    def _names_of(self, weight: torch.Tensor) -> list[str]:
+        known: Mapping[torch.Tensor, list[str]] = self._owners
+        return known.get(weight, [])
+
+    def of_module(self, module: str) -> dict[str, Slot]:
+        """Slots of a module by base name."""
+        slots = (self.slots.get(f"{module}.{base_name}") for base_name in BASE_NAMES)
+        return {slot.base_name: slot for slot in slots if slot is not None}
+
+    def signature(self, module: str | None) -> tuple[tuple[str, str], ...]:
+        """How a module is quantized. Modules with equal signatures can share a compiled graph."""
+        slots = {} if module is None else self.of_module(module)
+        return tuple((name, key_of(slot.args)) for name, slot in slots.items())
+
+    def weight_slots(self) -> Iterable[Slot]:
+        return (slot for slot in self.slots.values() if slot.is_weight)
+
+    def importance_slots(self) -> Iterable[Slot]:
+        """Slots that watch inputs for weight observers which weigh input channels."""
+        found = (slot.importance for slot in self.weight_slots())
+        return (slot for slot in found if slot is not None)
+
+    def fused_groups(self) -> Iterable[tuple[str, list[str]]]:
+        """Parents whose children are served as one, and those of the children that there are."""
+        parents = {slot.module.rpartition(".")[0] for slot in self.weight_slots()}
+        for parent in sorted(parents):
+            prefix = f"{parent}." if parent else ""
+            for group in FUSED_LAYER_NAMES:
+                members = [name for name in group if f"{prefix}{name}" in self.kinds]
+                if len(members) > 1:
+                    yield prefix, members
+
+    def activation_slots(self) -> Iterable[Slot]:
+        """Slots that data must flow through before the recipe can be finalized."""
+        return (slot for slot in self.slots.values() if not slot.is_weight and slot.is_observed)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether any slot has to see data: activations, or inputs that weigh a weight."""
+        return any(True for _ in self.activation_slots()) or any(
+            True for _ in self.importance_slots()
+        )
+
+
+def _quantized_parts(
+    model: nn.Module, recipe: Recipe
+) -> Iterable[tuple[str, list[tuple[str, QuantizationArgs]]]]:
+    """Modules and what of them is quantized, decided as compressed-tensors decides it."""
+    config = recipe.config
+    attention: dict[str, list[tuple[str, QuantizationArgs]]] = {}
+    if config.kv_cache_scheme is not None:
+        for name, module in model.named_modules():
+            if is_cached_attention_module(module):
+                attention[name] = [(part, config.kv_cache_scheme) for part in ("k", "v")]
+        if not attention:
+            raise ConfigurationError(
+                "the recipe quantizes the key-value cache, but the model has no attention module "
+                "that takes one; leave kv_cache out"
+            )
+
+    schemes = {t: scheme for scheme in config.config_groups.values() for t in scheme.targets}
+    for name, module in match_named_modules(model, schemes, config.ignore):
+        scheme: QuantizationScheme = schemes[match_targets(name, module, schemes)[0]]
+        if is_cached_attention_module(module) and is_narrow_match(model, scheme.targets, name):
+            if scheme.input_activations is not None:
+                attention[name] = [(part, scheme.input_activations) for part in ("q", "k", "v")]
+        elif isinstance(module, tuple(_KINDS.values())):
+            parts = [
+                ("weight", scheme.weights),
+                ("input", scheme.input_activations),
+                ("output", scheme.output_activations),
+            ]
+            if isinstance(module, nn.Embedding):  # embedding inputs are indices
+                parts = [part for part in parts if part[0] != "input"]
+            yield name, [(part, args) for part, args in parts if args is not None]
+        elif any(
+            is_match(name, module, target) and not target.startswith("re:")
+            for target in scheme.targets
+        ):
+            raise ConfigurationError(
+                f"{name} is a {type(module).__name__}; what can be quantized is Linear, Embedding "
+                "and attention modules"
+            )
+    yield from attention.items()
+
+
+def _require_fitting_weights(model: nn.Module, slots: Iterable[Slot]) -> None:
+    """Refuse weights that cannot be divided as the recipe says, before hours of calibration."""
+    problems = {}
+    for slot in slots:
+        weight = model.get_submodule(slot.module).weight
+        assert isinstance(weight, torch.Tensor)
+        try:
+            flatten_for_calibration(weight.detach().to("meta"), "weight", slot.args)
+        except ObservationError as error:
+            problems[slot.module] = str(error).removeprefix("weight: ")
+    if problems:
+        alike: dict[str, list[str]] = {}
+        for name, problem in problems.items():
+            alike.setdefault(problem, []).append(name)
+        raise ConfigurationError(
+            "the recipe does not fit these weights: "
+            + "; ".join(f"{', '.join(names)}: {problem}" for problem, names in alike.items())
+        )
+
+
+def _require_matches(model: nn.Module, recipe: Recipe) -> None:
+    modules = list(model.named_modules())
+    targets = [t for scheme in recipe.config.config_groups.values() for t in scheme.targets]
+    ignored = recipe.config.ignore or []
+    for what, patterns in (("target", targets), ("ignore", ignored)):
+        missing = [
+            pattern
+            for pattern in patterns
+            if not any(is_match(name, module, pattern) for name, module in modules)
+        ]
+        if what == "ignore":
+            # Recipes are shared between models, and a pattern may be meant for another one.
+            shared = [pattern for pattern in missing if pattern.startswith("re:")]
+            if shared:
+                warnings.warn(
+                    f"ignore {', '.join(shared)} matches no module of {type(model).__name__}",
+                    stacklevel=4,
+                )
+            missing = [pattern for pattern in missing if pattern not in shared]
+        if missing:
+            known = {name for pair in modules for name in (pair[0], type(pair[1]).__name__)}
+            close = get_close_matches(missing[0], known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigurationError(
+                f"{what} {', '.join(missing)} matches no module of {type(model).__name__}; "
+                f"{hint}It has {_overview(modules)}"
+            )
+
+
+def _overview(modules: list[tuple[str, nn.Module]]) -> str:
+    """Class names with an example each: enough to see what a target could have meant."""
+    classes: dict[str, list[str]] = {}
+    for name, module in modules:
+        if name:
+            classes.setdefault(type(module).__name__, []).append(name)
+    return "; ".join(
+        f"{cls} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
+        for cls, names in sorted(classes.items())
+    )

@@ -1,0 +1,104 @@
+"""Presets: schemes by name, and the changes that a recipe makes to them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pydantic
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    is_preset_scheme,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+
+from inlay.errors import ConfigurationError
+
+__all__ = ["Overrides", "change", "checked", "names_of", "preset", "preset_names", "require_known"]
+
+# compressed-tensors has no preset for static int8 activations.
+_OWN_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "W8A8_STATIC": {
+        "weights": {"num_bits": 8, "strategy": "channel", "symmetric": True},
+        "input_activations": {"num_bits": 8, "strategy": "tensor", "symmetric": False},
+    },
+}
+
+Overrides = Any  # QuantizationArgs, or a mapping of their fields
+
+
+def preset_names() -> list[str]:
+    """Names that `Recipe.from_preset` takes."""
+    return sorted({*PRESET_SCHEMES, *_OWN_PRESETS})
+
+
+def preset(name: str, targets: list[str]) -> QuantizationScheme:
+    if name.upper() in _OWN_PRESETS:
+        return QuantizationScheme(targets=targets, **_OWN_PRESETS[name.upper()])
+    if not is_preset_scheme(name):
+        raise ConfigurationError(
+            f"there is no preset {name!r}; there are {', '.join(preset_names())}"
+        )
+    return preset_name_to_scheme(name, targets)
+
+
+def change(
+    args: QuantizationArgs | None, wanted: Overrides | None, part: str
+) -> QuantizationArgs | None:
+    if wanted is None:
+        return args
+    if isinstance(wanted, QuantizationArgs):
+        return wanted.model_copy(deep=True)
+    if not isinstance(wanted, Mapping):
+        raise ConfigurationError(
+            f"{part} must be QuantizationArgs or a mapping of their fields, got {wanted!r}"
+        )
+    fields = {} if args is None else {name: getattr(args, name) for name in _fields(args)}
+    # What follows from other fields is worked out anew where those change.
+    if {"num_bits", "type", "symmetric"} & set(wanted):
+        fields.pop("zp_dtype", None)
+    if "strategy" in wanted or "group_size" in wanted:
+        for name in ("strategy", "group_size", "block_structure"):
+            fields.pop(name, None)
+        if wanted.get("strategy") in ("group", "tensor_group") and args is not None:
+            fields["group_size"] = args.group_size
+        if "strategy" not in wanted and args is not None and args.strategy == "tensor_group":
+            fields["strategy"] = args.strategy
+    return checked(QuantizationArgs, **{**fields, **wanted})
+
+
+def _fields(args: QuantizationArgs) -> list[str]:
+    return list(type(args).model_fields)
+
+
+def checked(model: type[Any], **fields: Any) -> Any:
+    """Build a pydantic model of compressed-tensors, with errors that list what it takes."""
+    try:
+        return model(**fields)
+    except (pydantic.ValidationError, NotImplementedError, ValueError, TypeError) as error:
+        allowed = ", ".join(sorted(model.model_fields))
+        raise ConfigurationError(
+            f"{model.__name__}: {_first_problem(error)}. Its fields are {allowed}"
+        ) from error
+
+
+def _first_problem(error: Exception) -> str:
+    if not isinstance(error, pydantic.ValidationError):
+        return str(error)
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+
+
+def names_of(value: Iterable[str], field: str) -> list[str]:
+    names = [value] if isinstance(value, str) else list(value)
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigurationError(f"{field} must be names of modules, got {names!r}")
+    return names
+
+
+def require_known(fields: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
+    unknown = sorted(set(map(str, fields)) - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"{place} has {', '.join(unknown)}, which is not known; known are {', '.join(known)}"
+        )

@@ -1,0 +1,115 @@
+"""A slot: one place of a model that is quantized, or watched so that another one can be."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationStrategy
+
+from inlay.observers import Observer, default_observer
+
+__all__ = ["BASE_NAMES", "IMPORTANCE", "Slot", "make_observer"]
+
+# What of a module can be quantized.
+BASE_NAMES = ("weight", "input", "output", "q", "k", "v")
+# What is watched only for the sake of the weight: how much its input channels matter.
+IMPORTANCE = "importance"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A module's name and what of it is observed: one of `BASE_NAMES`, or `IMPORTANCE`.
+
+    :param args: how the value is quantized; of an importance slot, how the weight is
+    """
+
+    module: str
+    base_name: str
+    args: QuantizationArgs = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.base_name}"
+
+    @property
+    def is_weight(self) -> bool:
+        return self.base_name == "weight"
+
+    @property
+    def is_attention(self) -> bool:
+        return self.base_name in ("q", "k", "v")
+
+    @property
+    def is_importance(self) -> bool:
+        return self.base_name == IMPORTANCE
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether statistics are needed. Dynamic quantization has none, but for `local`."""
+        return self.args.dynamic is not True
+
+    @property
+    def is_static(self) -> bool:
+        """Whether scale and zero point are computed beforehand, not only the global scale."""
+        return self.args.dynamic not in (True, DynamicType.LOCAL)
+
+    @property
+    def needed_qparams(self) -> tuple[str, ...]:
+        """The qparams a checkpoint must hold; the rest is computed when the model is served."""
+        needed = []
+        if self.is_observed and self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
+            needed.append("global_scale")
+        if self.is_static:
+            needed.append("scale")
+            if not self.args.symmetric:
+                needed.append("zero_point")
+        return tuple(needed)
+
+    @property
+    def used_qparams(self) -> tuple[str, ...]:
+        """The qparams that quantizing a value takes as they are; others follow from the value."""
+        if not self.is_observed:
+            return ()
+        return ("scale", "zero_point", "global_scale") if self.is_static else ("global_scale",)
+
+    def is_quantized(self, qparams: Mapping[str, Any]) -> bool:
+        """Whether a finalized model quantizes this slot: it has qparams, or needs none."""
+        return not self.is_importance and (self.name in qparams or not self.is_observed)
+
+    @property
+    def observer(self) -> str:
+        """The name of the observer: the recipe's, or the default for this base name."""
+        return str(self.args.observer or default_observer(self._observed_as))
+
+    @property
+    def observer_class(self) -> type[Observer]:
+        cls: type[Observer] = Observer.get_value_from_registry(self.observer)
+        return cls
+
+    def make_observer(self) -> Observer:
+        """A new observer of this slot, which calls itself by the slot's name in errors."""
+        observer = make_observer(self._observed_as, self.args)
+        observer.slot = self.name
+        return observer
+
+    @property
+    def _observed_as(self) -> str:
+        return "weight" if self.is_importance else self.base_name
+
+    @property
+    def importance(self) -> "Slot | None":
+        """The slot that watches the module's input for this weight, if its observer asks for it."""
+        if not self.is_weight or not self.observer_class.observes_input:
+            return None
+        return Slot(self.module, IMPORTANCE, self.args)
+
+    def moved_to(self, module: str) -> "Slot":
+        """The same slot of another module."""
+        return Slot(module, self.base_name, self.args)
+
+
+def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
+    """A new observer: the one that `args` name, or the default for the base name."""
+    observer = Observer.load_from_registry(args.observer, base_name=base_name, args=args)
+    assert isinstance(observer, Observer)
+    return observer

@@ -1,0 +1,222 @@
+"""Private parts of torch. Nothing else in Inlay touches them, so a new torch breaks only this file.
+
+Each entry says what it is for, since which release of torch it works as used here, and what to do
+when it goes. Dynamo and Inductor take a second to import, so functions import them when called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "adopt_calling_convention",
+    "allow_real_tensors",
+    "compile_options",
+    "compiler_named",
+    "compiling_in",
+    "fake_mode_of",
+    "forget_compiled",
+    "graph_break_error",
+    "inductor_settings",
+    "is_proxied",
+    "mark_varying",
+    "module_behind",
+    "never_fall_back",
+    "new_graph_like",
+    "sizes_are_equal",
+    "trace_symbolically",
+    "without_fake_mode",
+    "without_torch_function",
+]
+
+# OpOverload, HigherOrderOperator: the types of ops in exported graphs and of ops that call graphs,
+# to ask what they mutate and what they run. torch 2.0; both are in every exported graph, so a
+# rename would be announced.
+
+
+def fake_mode_of(*values: Any) -> FakeTensorMode | None:
+    """The fake mode of the first fake tensor among the values.
+
+    Dynamo's current mode is another one by the time it calls a backend. torch 2.0; FakeTensor is
+    documented for custom backends and likely to become public.
+    """
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+@contextmanager
+def allow_real_tensors(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Let tensors with data take part in tracing: compressed-tensors keeps its ranges in some.
+
+    torch 2.0; else pass these tensors in as inputs of the graph.
+    """
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+def without_fake_mode() -> AbstractContextManager[Any]:
+    """Compute with real tensors in the middle of tracing.
+
+    torch 2.1; else make the call before tracing starts.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    context: AbstractContextManager[Any] = unset_fake_temporarily()
+    return context
+
+
+def is_proxied() -> bool:
+    """Whether `make_fx` is recording. torch 2.2; else look for proxies among the arguments."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
+def trace_symbolically(function: Callable[..., Any], *example: torch.Tensor) -> GraphModule:
+    """Trace a function for tensors of every shape.
+
+    torch 2.0, `make_fx`; `torch.export` with dynamic shapes is the public form, and refuses
+    functions that are not modules.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
+    assert isinstance(traced, GraphModule)
+    return traced
+
+
+def sizes_are_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal, guarding where they are symbols that happen to be.
+
+    torch 2.7; before, compare them plainly, which guards on either answer.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(one == other))
+
+
+def compiler_named(name: str) -> Callable[..., Any]:
+    """The Dynamo backend of that name. torch 2.0; `list_backends`, which is public, only lists."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiler: Callable[..., Any] = lookup_backend(name)
+    return compiler
+
+
+@contextmanager
+def compiling_in(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Compile a graph in the fake mode of its own inputs instead of Dynamo's newer one.
+
+    torch 2.1; else move the inputs to Dynamo's mode before compiling.
+    """
+    from torch._guards import TracingContext, tracing
+
+    with tracing(TracingContext(mode)):
+        yield
+
+
+def inductor_settings(**settings: Any) -> AbstractContextManager[None]:
+    """Change settings of Inductor for a while.
+
+    torch 2.0; `torch.compile(options=…)` is public and takes the same names, but does not reach
+    graphs that a backend compiles itself.
+    """
+    import torch._inductor.config
+
+    patch: AbstractContextManager[None] = torch._inductor.config.patch(**settings)
+    return patch
+
+
+@contextmanager
+def never_fall_back() -> Iterator[None]:
+    """Have Dynamo raise where it would otherwise give up and run the plain model.
+
+    torch 2.6; `fail_on_recompile_limit_hit` has no public form.
+    """
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True, suppress_errors=False):
+        yield
+
+
+def graph_break_error() -> type[Exception]:
+    """What Dynamo raises with `fullgraph=True` where the graph would break. torch 2.0."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported
+
+
+def mark_varying(tensor: torch.Tensor, dim: int) -> None:
+    """Compile for every size of a dimension from the start, where that is possible.
+
+    torch 2.1; the documented `torch._dynamo.mark_dynamic` raises where it is not.
+    """
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dim)
+
+
+def forget_compiled(function: Any) -> None:
+    """Drop what Dynamo compiled of a function, and nothing else.
+
+    torch 2.1; `torch.compiler.reset` is public and drops everything.
+    """
+    from torch._C._dynamo.eval_frame import reset_code
+
+    reset_code(function.__code__)
+
+
+def module_behind(module: Any) -> nn.Module | None:
+    """The module that `torch.compile` wrapped; None for anything else. torch 2.0."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def compile_options(compiled: Any) -> Mapping[str, Any]:
+    """The options that `torch.compile` was given for a module, from behind its wrappers.
+
+    torch 2.4; else keep a table of what was compiled.
+    """
+    backend: Any = compiled.dynamo_ctx.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    options: Mapping[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
+    return options
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Call ops without the `TorchFunctionMode` that is on. torch 1.7."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+def new_graph_like(graph: Graph) -> Graph:
+    """An empty graph of the same tracer. torch 1.13."""
+    return Graph(tracer_cls=graph._tracer_cls)
+
+
+def adopt_calling_convention(graph: Graph, like: Graph) -> None:
+    """Let a graph take its arguments, and return its results, as another one does.
+
+    torch 1.11; `set_codegen` is public, reading the codegen of a graph is not.
+    """
+    graph.set_codegen(like._codegen)

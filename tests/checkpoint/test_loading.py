@@ -1,0 +1,211 @@
+"""Models and tokenizers from folders and names, without surprises."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import SIZES, bert, gpt2, llama
+from tokens import word_tokenizer
+from torch import nn
+
+import inlay
+from inlay.checkpoint.loading import empty_model, load_model, load_tokenizer
+from inlay.errors import ConfigurationError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    llama().save_pretrained(path)
+    return path
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def masked() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**SIZES))
+
+
+def classifying() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(**SIZES))
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, bert, masked, classifying])
+def test_a_model_comes_back_as_it_was(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    model = build()
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    loaded, empty = load_model(tmp_path), empty_model(str(tmp_path))
+    assert type(loaded) is type(empty) is type(model)
+    assert not loaded.training
+    before, after = model.state_dict(), loaded.state_dict()
+    assert before.keys() == after.keys() == empty.state_dict().keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert {parameter.device.type for parameter in empty.parameters()} == {"meta"}
+
+
+def test_dtype(folder: Path) -> None:
+    assert load_model(folder).dtype == torch.float32
+    assert load_model(folder, dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(folder, dtype=torch.float16).dtype == torch.float16
+    with pytest.raises(ConfigurationError, match="there is no dtype 'int3'; there are auto, float"):
+        load_model(folder, dtype="int3")
+
+
+def test_a_tokenizer(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="tiny has no tokenizer"):
+        load_tokenizer(folder)
+    word_tokenizer().save_pretrained(folder)
+    assert load_tokenizer(folder)("w1 w2")["input_ids"] == [1, 2]
+
+
+def refused(place: object, load: Callable[..., Any] = load_model, **options: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load(place, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, empty_model])
+def test_nothing_is_downloaded_by_surprise(load: Callable[..., Any]) -> None:
+    message = refused("acme/no-such-model", load)
+    assert "neither a folder nor in the cache of downloaded models; --download" in message
+    assert "there is no folder ./missing" in refused("./missing", load)
+    # Asked to download, but told by the environment to stay offline: then why is what is said.
+    assert "cannot load acme/no-such-model: " in refused("acme/no-such-model", load, download=True)
+
+
+def test_only_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "has no weights in safetensors, only pytorch_model.bin" in refused(folder)
+    assert isinstance(empty_model(folder), nn.Module)
+
+
+def test_broken_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    assert refused(folder).startswith(f"cannot load {folder}: ")
+
+
+def test_folders_that_are_not_of_a_model(folder: Path, tmp_path: Path) -> None:
+    assert "is a file; give the folder" in refused(folder / "config.json")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "empty has no config.json: it is not the folder of a model" in refused(empty)
+    (folder / "config.json").write_text("{")
+    assert "is not a valid JSON file" in refused(folder)
+
+
+def test_missing_weights_are_not_made_up(folder: Path) -> None:
+    change_config(folder, architectures=["LlamaForSequenceClassification"])
+    assert "has no weights for score.weight of LlamaForSequenceClassification" in refused(folder)
+
+
+def test_quantized_models_are_refused(folder: Path) -> None:
+    change_config(folder, quantization_config={"quant_method": "compressed-tensors"})
+    assert "is quantized already; calibrate the model that it was made from" in refused(folder)
+
+
+MODELING = """
+import pathlib
+from transformers import LlamaConfig, LlamaForCausalLM
+pathlib.Path({marker!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_model_runs_only_when_trusted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    marker = tmp_path / "was-run"
+    (folder / "modeling_own.py").write_text(MODELING.format(marker=str(marker)))
+    classes = {"AutoConfig": "modeling_own.OwnConfig"}
+    classes["AutoModelForCausalLM"] = "modeling_own.OwnForCausalLM"
+    change_config(folder, model_type="own", architectures=["OwnForCausalLM"], auto_map=classes)
+    for load in (load_model, empty_model):
+        assert "comes with code of its own; read it" in refused(folder, load)
+        assert not marker.exists()
+    assert type(load_model(folder, trust_remote_code=True)).__name__ == "OwnForCausalLM"
+    assert type(empty_model(folder, trust_remote_code=True)).__name__ == "OwnForCausalLM"
+    assert marker.exists()
+
+
+TOKENS = [*map(chr, range(33, 33 + SIZES["vocab_size"] - 2)), "ab", "cd"]
+SPECIAL = {"bos": 3, "eos": 4, "unk": 5, "pad": 6}
+
+
+def write_gguf(path: Path, model: nn.Module) -> None:
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(SIZES["num_hidden_layers"])
+    writer.add_context_length(64)
+    writer.add_embedding_length(SIZES["hidden_size"])
+    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    writer.add_head_count(SIZES["num_attention_heads"])
+    writer.add_head_count_kv(2)
+    writer.add_vocab_size(SIZES["vocab_size"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(TOKENS))
+    writer.add_token_merges(["a b", "c d"])
+    for role, number in SPECIAL.items():
+        getattr(writer, f"add_{role}_token_id")(number)
+    for name, tensor in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf(tmp_path: Path) -> None:
+    model = llama()
+    write_gguf(tmp_path / "tiny.gguf", model)
+    loaded = load_model(tmp_path, gguf_file="tiny.gguf")
+    assert type(loaded) is type(model)
+    weight = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(loaded.state_dict()[weight], model.state_dict()[weight])
+    assert type(empty_model(tmp_path, gguf_file="tiny.gguf")) is type(model)
+    assert "there is no file other.gguf" in refused(tmp_path, gguf_file="other.gguf")
+
+
+def test_a_tokenizer_of_gguf_has_the_special_tokens_of_the_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", llama())
+    tokenizer = load_tokenizer(tmp_path, gguf_file="tiny.gguf")
+    found = {role: getattr(tokenizer, f"{role}_token_id") for role in SPECIAL}
+    assert found == SPECIAL
+    assert tokenizer.decode(tokenizer("a!").input_ids[-2:]) == "a!"
+    tokenizer.save_pretrained(tmp_path / "saved")
+    settings = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert settings["clean_up_tokenization_spaces"] is False
+
+
+def test_gguf_to_checkpoint(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", llama())
+    model = load_model(tmp_path, gguf_file="tiny.gguf")
+    recipe = inlay.Recipe.from_preset("W8A8", ignore=["lm_head"])
+    inlay.calibrate(model, recipe, compiler="eager").save(tmp_path / "out", report=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    model.save_pretrained(tmp_path / "plain")
+    assert "gguf" not in (tmp_path / "plain" / "config.json").read_text()
+    assert type(load_model(tmp_path / "plain")) is type(model)

@@ -1,0 +1,225 @@
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
+from families import gpt2, llama
+from torch import nn
+
+from inlay import ConfigurationError, Recipe
+from inlay.recipe import Plan, preset_names
+
+SEED_RECIPE = """
+quantization_stage:
+  quantization_modifiers:
+    QuantizationModifier:
+      targets:
+        - Linear
+      ignore:
+        - lm_head
+      scheme:
+        weights:
+          num_bits: 8
+          type: int
+          symmetric: true
+          strategy: channel
+          observer: memoryless_mse
+          observer_kwargs:
+            maxshrink: 0.5
+"""
+
+
+def scheme(recipe: Recipe):
+    (group,) = recipe.config.config_groups.values()
+    return group
+
+
+def test_every_preset() -> None:
+    assert {"W8A8_STATIC", "FP8", "NVFP4", "W4A16"} <= set(preset_names())
+    for name in preset_names():
+        assert Recipe.from_preset(name).config.config_groups
+
+
+def test_own_preset() -> None:
+    group = scheme(Recipe.from_preset("w8a8_static"))
+    assert (group.weights.num_bits, group.weights.strategy, group.weights.symmetric) == (
+        8,
+        "channel",
+        True,
+    )
+    inputs = group.input_activations
+    assert (inputs.num_bits, inputs.strategy, inputs.symmetric, inputs.dynamic) == (
+        8,
+        "tensor",
+        False,
+        False,
+    )
+
+
+def test_unknown_preset_shows_what_there_is() -> None:
+    with pytest.raises(ConfigurationError, match=r"no preset 'W8A9'.*W8A8_STATIC"):
+        Recipe.from_preset("W8A9")
+
+
+def test_overrides() -> None:
+    recipe = Recipe.from_preset(
+        "W4A16",
+        targets="Linear",
+        ignore=["lm_head"],
+        weights={"group_size": 64, "observer": "imatrix_mse", "observer_kwargs": {"grid": 10}},
+        outputs={"num_bits": 8, "observer": "static_minmax"},
+        kv_cache={"num_bits": 8, "type": "float"},
+    )
+    weights = scheme(recipe).weights
+    assert (weights.num_bits, weights.strategy, weights.group_size) == (4, "group", 64)
+    assert weights.observer == "imatrix_mse"
+    assert scheme(recipe).output_activations.observer == "static_minmax"
+    assert recipe.config.kv_cache_scheme.type == "float"
+    assert recipe.config.ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "expected"),
+    [
+        ("W4A16", {"strategy": "channel"}, ("channel", None)),
+        ("W8A8", {"group_size": 32}, ("group", 32)),
+        ("NVFP4A16", {"group_size": 32}, ("tensor_group", 32)),
+        ("FP8_BLOCK", {"strategy": "tensor"}, ("tensor", None)),
+    ],
+)
+def test_changing_the_strategy(preset: str, change: dict, expected: tuple) -> None:
+    weights = scheme(Recipe.from_preset(preset, weights=change)).weights
+    assert (weights.strategy, weights.group_size) == expected
+
+
+def test_changing_the_bits_changes_the_zero_point() -> None:
+    inputs = scheme(Recipe.from_preset("FP8", inputs={"type": "int"})).input_activations
+    assert inputs.zp_dtype == torch.int8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"observer": "minmaxx"}, "no observer 'minmaxx'.*static_minmax"),
+        ({"observer_kwargs": {"shrink": 1}}, "does not take .* shrink"),
+        ({"bits": 8}, "Its fields are .*num_bits"),
+        ({"num_bits": "many"}, "num_bits"),
+        (8, "mapping of their fields"),
+    ],
+)
+def test_bad_overrides(change, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Recipe.from_preset("W8A8", weights=change)
+
+
+def test_arguments_are_copied() -> None:
+    args = QuantizationArgs(num_bits=8)
+    recipe = Recipe.from_preset("W8A8", weights=args)
+    args.num_bits = 4
+    assert scheme(recipe).weights.num_bits == 8
+    config = QuantizationConfig(config_groups={"g": {"targets": ["Linear"], "weights": {}}})
+    recipe = Recipe.from_config(config)
+    config.ignore.append("lm_head")
+    assert recipe.config.ignore == []
+
+
+def test_recipe_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Recipe.from_preset("FP8").config = None  # type: ignore[misc]
+
+
+def test_seed_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(SEED_RECIPE)
+    for source in (SEED_RECIPE, file, str(file)):
+        recipe = Recipe.from_yaml(source)
+        assert recipe.config.ignore == ["lm_head"]
+        assert scheme(recipe).weights.observer_kwargs == {"maxshrink": 0.5}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "preset: FP8\nignore: [lm_head]\nweights: {observer: memoryless_mse}\n",
+        "stage:\n  QuantizationModifier:\n    scheme: FP8\n    ignore: lm_head\n"
+        "    weight_observer: memoryless_mse\n",
+        "stage:\n  QuantizationModifier:\n    scheme: {FP8: [Linear]}\n    ignore: [lm_head]\n"
+        "    observer: {weights: memoryless_mse}\n",
+    ],
+)
+def test_forms_of_yaml(text: str) -> None:
+    recipe = Recipe.from_yaml(text)
+    assert recipe.config.ignore == ["lm_head"]
+    assert scheme(recipe).weights.observer == "memoryless_mse"
+    assert scheme(recipe).input_activations.num_bits == 8
+
+
+def test_groups_may_name_presets() -> None:
+    text = "config_groups: {W8A8_STATIC: ['re:.*up$'], W8A8: ['re:.*down$']}\nignore: [head]\n"
+    groups = Recipe.from_yaml(text).config.config_groups
+    assert {name: group.targets for name, group in groups.items()} == {
+        "W8A8_STATIC": ["re:.*up$"],
+        "W8A8": ["re:.*down$"],
+    }
+    assert groups["W8A8_STATIC"].input_activations.dynamic is False
+    assert groups["W8A8"].input_activations.dynamic is True
+    with pytest.raises(ConfigurationError, match="no preset 'W8A9'"):
+        Recipe.from_yaml(text.replace("W8A8:", "W8A9:"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("preset: [FP8\n", "not YAML"),
+        ("- FP8\n- W8A8\n", "expected a mapping"),
+        ("present: FP8\nignore: []\n", "present, which is not known"),
+        ("ignore: []\ntargets: []\n", "names no preset"),
+        ("s:\n  GPTQModifier:\n    scheme: W4A16\n", "GPTQModifier; only QuantizationModifier"),
+        ("s:\n  QuantizationModifier:\n    shceme: FP8\n", "shceme, which is not known"),
+        ("s:\n  QuantizationModifier:\n    targets: Linear\n", "has no scheme"),
+        ("!!python/object/apply:os.getcwd []\n\n", "not YAML"),
+    ],
+)
+def test_bad_yaml(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Recipe.from_yaml(text)
+
+
+def test_missing_file() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot read the recipe nowhere\.yaml"):
+        Recipe.from_yaml("nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"targets": ["Linera"]}, r"target Linera matches no module.*Linear \(model"),
+        ({"ignore": ["lm_haed"]}, r"ignore lm_haed matches no module.*did you mean lm_head"),
+        ({"targets": ["re:.*proj_q$"]}, "proj_q"),
+        ({"targets": ["LlamaRMSNorm"]}, "is a LlamaRMSNorm; what can be quantized is Linear"),
+        (
+            {"weights": {"group_size": 48}},
+            r"does not fit.*q_proj, .*lm_head: 32 columns.*groups of 48",
+        ),
+    ],
+)
+def test_what_matches_nothing_or_does_not_fit(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Plan(llama(), Recipe.from_preset("W8A8", **fields))
+
+
+def test_conv1d_is_not_linear() -> None:
+    plan = Plan(gpt2(), Recipe.from_preset("W8A8"))
+    assert {slot.module for slot in plan.slots.values()} == {"lm_head"}
+    with pytest.raises(ConfigurationError, match="is a Conv1D"):
+        Plan(gpt2(), Recipe.from_preset("W8A8", targets=["Conv1D"]))
+
+
+def test_kv_cache_needs_attention() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    recipe = Recipe.from_preset("W8A8", kv_cache={"num_bits": 8})
+    with pytest.raises(ConfigurationError, match="no attention module"):
+        Plan(model, recipe)
+    plan = Plan(llama(), recipe)
+    assert {"model.layers.0.self_attn.k", "model.layers.0.self_attn.v"} <= set(plan.slots)
+    assert "model.layers.0.self_attn.q" not in plan.slots

@@ -1,0 +1,145 @@
+"""Statistics on disk: kept, taken up again, merged, asked anew."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import batch, llama
+from specification import assert_equal_qparams
+
+from inlay import Calibration, Recipe
+from inlay.errors import ConfigurationError, StatisticsError
+from inlay.statistics.on_disk import StoredStatistics
+
+pytestmark = pytest.mark.slow
+
+DOWN = "model.layers.0.mlp.down_proj.input"
+
+
+def recipe(observer: str = "static_minmax", **changes: object) -> Recipe:
+    inputs = {"observer": observer, **changes}
+    return Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs=inputs)
+
+
+def observed(model, recipe: Recipe, indices=range(3), start: StoredStatistics | None = None):
+    torch._dynamo.reset()
+    make: Callable = Calibration if start is None else Calibration.from_statistics
+    given = () if start is None else (start,)
+    calibration = make(model, recipe, *given, compiler="eager")
+    for index in indices:
+        calibration.observe(**batch(model, index))
+    return calibration
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "minmax", "mse", "histogram"])
+def test_going_on_from_disk_is_as_if_nothing_had_happened(observer: str, tmp_path: Path) -> None:
+    model, how = llama(), recipe(observer)
+    first = observed(model, how, range(2))
+    first.stored(model="tiny", data="words").save(tmp_path)
+    stored = StoredStatistics.load(tmp_path)
+    assert stored.slots[DOWN].tokens == 24
+    assert (stored.model, stored.data) == ("tiny", "words")
+    resumed = observed(model, how, [2], stored)
+    whole = observed(model, how)
+    assert_equal_qparams(resumed.finalize(), whole.finalize())
+    assert resumed.statistics.tokens(resumed.statistics.plan.slots[DOWN]) == 36
+
+
+def test_importance_is_kept_too(tmp_path: Path) -> None:
+    model = llama()
+    how = Recipe.from_preset(
+        "W4A16", ignore=["lm_head"], weights={"observer": "imatrix_mse", "group_size": 32}
+    )
+    first = observed(model, how, range(2))
+    path = first.stored().save(tmp_path)
+    resumed = observed(model, how, [2], StoredStatistics.load(path))
+    assert_equal_qparams(resumed.finalize(), observed(model, how).finalize())
+
+
+def test_slots_that_share_a_value_are_stored_once(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    path = observed(llama(), recipe(), range(1)).stored().save(tmp_path)
+    with safe_open(path, framework="pt") as opened:
+        names = list(opened.keys())
+    assert len(names) == 2 * 4 * 2  # layers, distinct values, min and max
+
+
+@pytest.mark.parametrize("observer", ["static_minmax", "histogram"])
+def test_merged_runs_are_one_run(observer: str, tmp_path: Path) -> None:
+    model, how = llama(), recipe(observer)
+    parts = [observed(model, how, own).stored() for own in ([0], [1, 2])]
+    merged = parts[0].merge(parts[1])
+    merged.save(tmp_path)
+    calibration = Calibration.from_statistics(model, how, StoredStatistics.load(tmp_path))
+    assert_equal_qparams(calibration.finalize(), observed(model, how).finalize())
+    assert merged.slots[DOWN].seen == 3
+
+
+def test_an_average_is_weighed_by_what_was_seen() -> None:
+    model, how = llama(), recipe("minmax")
+    parts = [observed(model, how, own).stored() for own in ([0], [1, 2])]
+    merged = parts[0].merge(parts[1]).slots[DOWN].tensors["max_vals"]
+    one, other = (part.slots[DOWN].tensors["max_vals"] for part in parts)
+    torch.testing.assert_close(merged, (one + 2 * other) / 3)
+
+
+def test_statistics_of_the_last_batch_cannot_be_merged() -> None:
+    model, how = llama(), recipe("memoryless_minmax")
+    parts = [observed(model, how, [index]).stored() for index in (0, 1)]
+    with pytest.raises(StatisticsError, match="of the last batch only"):
+        parts[0].merge(parts[1])
+
+
+def test_other_formats_and_methods_without_running_the_model() -> None:
+    model = llama()
+    stored = observed(model, recipe("histogram")).stored()
+    for wanted in (
+        recipe("histogram", num_bits=4, symmetric=True, observer_kwargs={"method": "entropy"}),
+        recipe("static_minmax", type="float", symmetric=True),
+    ):
+        found = Calibration.from_statistics(model, wanted, stored).finalize()
+        assert_equal_qparams(found, observed(model, wanted).finalize())
+
+
+@pytest.mark.parametrize(
+    ("gathered", "wanted", "message"),
+    [
+        ("static_minmax", "histogram", "which is not what histogram needs"),
+        ("static_minmax", "minmax", "which is not what minmax needs"),
+        ("mse", "mse", "for another format"),
+    ],
+)
+def test_statistics_that_do_not_carry_the_recipe(gathered, wanted, message: str) -> None:
+    model = llama()
+    stored = observed(model, recipe(gathered), range(1)).stored()
+    with pytest.raises(StatisticsError, match=message):
+        Calibration.from_statistics(model, recipe(wanted, num_bits=4), stored)
+
+
+def test_files_that_hold_no_statistics(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    with pytest.raises(ConfigurationError, match="cannot read the statistics"):
+        StoredStatistics.load(tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigurationError, match="holds no statistics"):
+        StoredStatistics.load(tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_bytes(b"not one")
+    with pytest.raises(ConfigurationError, match="cannot read the statistics"):
+        StoredStatistics.load(tmp_path / "b.safetensors")
+
+
+def test_an_interrupted_save_leaves_the_old_statistics(tmp_path: Path, monkeypatch) -> None:
+    calibration = observed(llama(), recipe(), range(1))
+    calibration.stored(data="old").save(tmp_path)
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        calibration.stored(data="new").save(tmp_path)
+    monkeypatch.undo()
+    assert StoredStatistics.load(tmp_path).data == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "statistics.json",
+        "statistics.safetensors",
+    ]

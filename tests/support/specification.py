@@ -1,0 +1,74 @@
+"""Eager observers on the inputs of Linear modules, by hooks: what graphs are held against."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from inlay import Calibration, Recipe
+from inlay.recipe import make_observer
+
+
+class Inputs:
+    """Observers attached to every Linear that the recipe does not ignore by name."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, kind: type = nn.Linear) -> None:
+        (scheme,) = recipe.config.config_groups.values()
+        self.observers = {}
+        self.handles = []
+        for name, module in model.named_modules():
+            if isinstance(module, kind) and name not in recipe.config.ignore:
+                observer = make_observer("input", scheme.input_activations)
+                self.observers[f"{name}.input"] = observer
+                self.handles.append(
+                    module.register_forward_pre_hook(
+                        lambda _, args, o=observer: o(args[0]) and None
+                    )
+                )
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def expected_qparams(model: nn.Module, recipe: Recipe, batches: list[dict]) -> dict:
+    inputs = Inputs(model, recipe)
+    with torch.no_grad():
+        for one in batches:
+            model(**one)
+    inputs.remove()
+    return {name: observer.get_qparams() for name, observer in inputs.observers.items()}
+
+
+def assert_same_qparams(found: dict, expected: dict) -> None:
+    assert expected.keys() <= found.keys()
+    for name, qparams in expected.items():
+        for key, value in qparams.items():
+            own = found[name][key]
+            assert (own is None) == (value is None)
+            if value is not None:
+                assert torch.equal(own.float(), value.float()), (name, key)
+
+
+def assert_equal_qparams(found: dict, expected: dict) -> None:
+    """The same qparams for the same slots."""
+    assert found.keys() == expected.keys()
+    assert_same_qparams(found, expected)
+
+
+def assert_eager_statistics(
+    calibration: Calibration, model: nn.Module, batches: list[tuple[Any, ...]]
+) -> None:
+    """The statistics of the calibration are those of eager observers on the same batches."""
+    inputs = Inputs(model, calibration.recipe)
+    with torch.no_grad():
+        for one in batches:
+            model(*one)
+    inputs.remove()
+    for name, expected in inputs.observers.items():
+        state = calibration.statistics._states.get(name)
+        assert (state is not None) == expected.has_statistics, name
+        if state is not None:
+            found = state.observed()
+            assert torch.equal(found.min_vals, expected.min_vals), name
+            assert torch.equal(found.max_vals, expected.max_vals), name

@@ -1,0 +1,148 @@
+"""Calibrating a model on data, from beginning to end."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import batch, llama
+from specification import assert_equal_qparams
+
+from inlay import Recipe, calibrate
+from inlay.errors import ConfigurationError, StatisticsError
+from inlay.observers import Observer
+
+pytestmark = pytest.mark.slow
+
+STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "minmax"})
+
+
+def batches(model, count: int = 5) -> list[dict]:
+    return [batch(model, index) for index in range(count)]
+
+
+def run(model, data, **options):
+    torch._dynamo.reset()
+    return calibrate(model, STATIC, data, compiler="eager", **options)
+
+
+class InterruptedRunError(Exception):
+    """What a user's Ctrl-C is to a test."""
+
+
+def interrupting(items: list, after: int):
+    yield from items[:after]
+    raise InterruptedRunError
+
+
+def test_it_ends_finalized_with_a_record() -> None:
+    model = llama()
+    calibration = run(model, batches(model), samples=6, held_out=4)
+    assert calibration.qparams is not None
+    assert calibration.record is not None
+    assert (calibration.record.samples, calibration.record.tokens) == (6, 36)
+    assert len(calibration.held_out) == 2
+    assert [name for name, _ in calibration.record.stages][:2] == [
+        "reading data",
+        "tracing and compiling",
+    ]
+
+
+def test_texts_of_all_lengths_are_compiled_once() -> None:
+    model = llama()
+    data = [{"input_ids": torch.randint(0, 96, (1, length))} for length in (5, 9, 7, 12)]
+    assert len(run(model, data, held_out=0).graphs) == 1
+    # Read as they come, nobody knows of the second length before it is there.
+    assert len(run(model, iter(data), held_out=0).graphs) == 2
+
+
+def test_a_quantized_model_is_refused_before_it_runs() -> None:
+    model = llama()
+    model.config.quantization_config = {"quant_method": "compressed-tensors"}
+    with pytest.raises(ConfigurationError, match="quantized already; calibrate the model that it"):
+        run(model, batches(model))
+    model.config.quantization_config = {"quant_method": "gguf"}
+    with pytest.raises(ConfigurationError, match=r"load_model\(folder, gguf_file=…\) unpacks"):
+        run(model, batches(model))
+
+
+def test_interrupted_and_resumed_it_is_the_same(tmp_path: Path, monkeypatch) -> None:
+    model = llama()
+    data = batches(model)
+    monkeypatch.setattr("inlay.workflow.run._SAVE_EVERY", 0.0)
+    with pytest.raises(InterruptedRunError):
+        run(model, interrupting(data, 3), statistics=tmp_path)
+    resumed = run(model, iter(data), statistics=tmp_path, resume=True)
+    whole = run(model, iter(data))
+    assert_equal_qparams(resumed.qparams, whole.qparams)
+    assert resumed.record.tokens == whole.record.tokens
+
+
+def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
+    model = llama()
+    data = batches(model)
+    monkeypatch.setattr("inlay.workflow.run._SAVE_EVERY", 0.0)
+    with pytest.raises(InterruptedRunError):
+        run(model, interrupting(data, 3), statistics=tmp_path)
+    with pytest.raises(StatisticsError, match="first 3 batches are not those"):
+        run(model, iter(data[1:]), statistics=tmp_path, resume=True)
+    with pytest.raises(StatisticsError, match="has 2 batches"):
+        run(model, iter(data[:2]), statistics=tmp_path, resume=True)
+    with pytest.raises(ConfigurationError, match="holds the statistics of an earlier run"):
+        run(model, iter(data), statistics=tmp_path)
+
+
+def test_a_recipe_without_static_activations_needs_no_data() -> None:
+    recipe = Recipe.from_preset("W8A8", ignore=["lm_head"])
+    calibration = calibrate(llama(), recipe, compiler="eager")
+    assert calibration.qparams
+    assert calibration.record.data == "no data"
+
+
+def test_a_recipe_with_static_activations_does() -> None:
+    with pytest.raises(ConfigurationError, match="give data"):
+        calibrate(llama(), STATIC, compiler="eager")
+
+
+class Unmasked(torch.nn.Module):
+    """Takes an attention mask and does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.fc = torch.nn.Embedding(96, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.embed(input_ids))
+
+
+def padded(model) -> list[dict]:
+    one = batch(model)
+    one["attention_mask"][0, 3:] = 0
+    return [one]
+
+
+def test_padding_that_cannot_be_told_from_data_is_refused() -> None:
+    model = Unmasked()
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    with pytest.raises(StatisticsError, match="reads no attention_mask"):
+        calibrate(model, recipe, padded(model), compiler="eager")
+    torch._dynamo.reset()
+    assert calibrate(model, recipe, padded(model), compiler="eager", count_padding=True).qparams
+
+
+@Observer.register("test_average_of_all")
+class AverageOfAll(Observer):
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.max_vals = observed.abs().mean(dim=(0, -1))
+        self.min_vals = -self.max_vals
+
+
+def test_an_observer_that_cannot_leave_out_padding_is_refused_with_padding() -> None:
+    model = llama()
+    inputs = {"observer": "test_average_of_all"}
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs=inputs)
+    torch._dynamo.reset()
+    with (
+        pytest.warns(UserWarning, match="counts the padding"),
+        pytest.raises(StatisticsError, match="test_average_of_all cannot leave out"),
+    ):
+        calibrate(model, recipe, padded(model), compiler="eager")
