@@ -36,9 +36,8 @@ PREPARE: tuple[type[Pass], ...] = (
     OutlineRepeats,  # last: the others look at the whole graph
 )
 
-# From a graph that observes to one that quantizes.
+# From a graph that observes, not yet pruned or cut, to one that quantizes.
 FINALIZE: tuple[type[Pass], ...] = (
     FoldQParams,  # reads from the observers which slots share a scale
     RemoveObservers,
-    OutlineRepeats,  # last, as above
 )

@@ -96,7 +96,7 @@ class InsertObservers(Pass):
             target = targets.find(rule, fake)
             inputs = [
                 add_input(graph, SlotInput(slot.name, key), tensor, self.name)
-                for key, tensor in target.fake_state(fake).items()
+                for key, tensor in target.fake_inputs(fake).items()
             ]
             with at:
                 observe = graph.call_function(target, (value, *inputs))

@@ -80,9 +80,9 @@ def _mask_of(node: Node, masks: dict[str, Node]) -> Node | None:
 def _fits(value: torch.Tensor, mask: torch.Tensor, rule: Rule) -> bool:
     """Whether the observations in a value are the tokens of the mask, in that order."""
     batch, tokens = mask.shape
-    if rule.observer.args.strategy == "token":
+    if rule.slot.args.strategy == "token":
         return False
-    if rule.is_attention:
+    if rule.slot.is_attention:
         return sizes_are_equal(value.shape[0], batch) and sizes_are_equal(value.shape[2], tokens)
     if value.ndim == 2:
         return sizes_are_equal(value.shape[0], batch * tokens)

@@ -22,8 +22,11 @@ class ObservationError(InlayError, ValueError):
     """A value cannot be observed: its dtype, its rank or its size does not fit the strategy."""
 
 
-class StatisticsError(InlayError, RuntimeError):
-    """Statistics are missing, not finite, or do not fit together."""
+class StatisticsError(InlayError, RuntimeError, ValueError):
+    """Statistics are missing, not finite, or do not fit together.
+
+    A ValueError too, which callers of llm-compressor's observers catch.
+    """
 
 
 class GraphError(InlayError, RuntimeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from inlay.errors import CheckpointError, ConfigurationError
 
-__all__ = ["new_folder", "write_atomically"]
+__all__ = ["new_folder", "write_atomically", "written_atomically"]
 
 _PARTIAL = ".partial"  # something being written
 _REPLACED = ".replaced"  # what was there before, until the new is in its place
@@ -42,10 +42,17 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Write a file. Whoever reads it sees the old content or the new, never a part."""
+    with written_atomically(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def written_atomically(path: str | Path) -> Iterator[Path]:
+    """Give the name of a file to write, and rename it to `path` if all goes well."""
     target = Path(os.path.realpath(path))
     partial = _sibling(target, _PARTIAL)
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        yield partial
         _flush(partial)
         os.replace(partial, target)
         _flush(target.parent)

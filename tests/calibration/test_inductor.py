@@ -54,7 +54,7 @@ def test_statistics_are_those_of_eager_observers_on_the_same_tensors(
             eager["up"](read_by_up)
             eager["down"](read_by_down)
     for module, expected in eager.items():
-        found = calibration.statistics._states[f"{module}.input"].observed()
+        found = calibration.statistics.snapshot()[f"{module}.input"].observer()
         assert torch.equal(found.min_vals, expected.min_vals), (module, "min")
         assert torch.equal(found.max_vals, expected.max_vals), (module, "max")
 
@@ -112,5 +112,5 @@ def test_searching_and_own_observers_inline(name: str) -> None:
         for index in range(2):
             x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(index))
             eager(compiled(x)[0])
-    found = calibration.statistics._states["up.input"].observed()
+    found = calibration.statistics.snapshot()["up.input"].observer()
     torch.testing.assert_close(found.max_vals, eager.max_vals)

@@ -98,10 +98,10 @@ def test_padded_batches_equal_sequences_one_by_one(family, side: str, lengths: l
     )
     batch, *alone = padded(lengths, side)
     together, apart = observed(model, recipe, [batch]), observed(model, recipe, alone)
-    states = together.statistics._states
-    assert states.keys() == apart.statistics._states.keys()
+    states = together.statistics.snapshot()
+    assert states.keys() == apart.statistics.snapshot().keys()
     for name, state in states.items():
-        other = apart.statistics._states[name]
+        other = apart.statistics.snapshot()[name]
         assert int(state.tokens) == int(other.tokens) == sum(lengths)
         for key in ("min_vals", "max_vals"):
             torch.testing.assert_close(state.tensors[key], other.tensors[key], rtol=1e-4, atol=1e-5)
@@ -116,7 +116,9 @@ def test_padding_counts_if_asked_to() -> None:
     slot = "model.layers.0.mlp.down_proj.input"
     tokens = {
         counted: int(
-            observed(model, recipe, [batch], count_padding=counted).statistics._states[slot].tokens
+            observed(model, recipe, [batch], count_padding=counted)
+            .statistics.snapshot()[slot]
+            .tokens
         )
         for counted in (False, True)
     }
@@ -130,8 +132,8 @@ def test_a_batch_of_nothing_but_padding_changes_nothing() -> None:
     empty = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
     once = observed(model, recipe, [batch])
     twice = observed(model, recipe, [empty, batch, empty])
-    for name, state in once.statistics._states.items():
-        other = twice.statistics._states[name]
+    for name, state in once.statistics.snapshot().items():
+        other = twice.statistics.snapshot()[name]
         assert int(other.seen) == 1
         for key, value in state.tensors.items():
             assert torch.equal(value, other.tensors[key])
@@ -168,4 +170,4 @@ def test_an_observer_outside_the_graph_leaves_out_padding() -> None:
     batch, *_ = padded([3, 5], "right")
     with pytest.warns(UserWarning, match="cannot be traced"):
         calibration = observed(llama(), recipe, [batch])
-    assert int(calibration.statistics._states["model.layers.0.mlp.down_proj.input"].tokens) == 8
+    assert int(calibration.statistics.snapshot()["model.layers.0.mlp.down_proj.input"].tokens) == 8

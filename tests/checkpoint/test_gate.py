@@ -7,7 +7,7 @@ import torch
 from families import llama
 
 from inlay import Recipe
-from inlay.checkpoint.gate import describe_unusable, needed_qparams, require_servable
+from inlay.checkpoint.gate import describe_unusable, require_servable
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.recipe import Plan
 
@@ -20,9 +20,9 @@ def planned(preset: str = "W8A8_STATIC", **fields: Any) -> tuple[Plan, dict[str,
     """A plan and qparams that nothing is wrong with."""
     plan = Plan(llama(), Recipe.from_preset(preset, ignore=["lm_head"], **fields))
     good = {
-        slot.name: {key: torch.ones(1) for key in needed_qparams(slot)}
+        slot.name: {key: torch.ones(1) for key in slot.needed_qparams}
         for slot in plan.slots.values()
-        if needed_qparams(slot)
+        if slot.needed_qparams
     }
     return plan, good
 
@@ -35,7 +35,7 @@ def test_what_is_good_passes(preset: str) -> None:
 
 def test_what_is_needed() -> None:
     def of(plan: Plan) -> dict[str, tuple[str, ...]]:
-        return {s.base_name: needed_qparams(s) for s in plan.slots.values() if s.module == DOWN}
+        return {s.base_name: s.needed_qparams for s in plan.slots.values() if s.module == DOWN}
 
     assert of(planned("W8A8_STATIC")[0]) == {"weight": ("scale",), "input": ("scale", "zero_point")}
     assert of(planned("W8A8")[0]) == {"weight": ("scale",), "input": ()}

@@ -218,7 +218,7 @@ def test_without_data_weights_still_have_an_error() -> None:
     found = compare(model, calibration, [])
     assert (found.batches, found.changes, found.remarks) == (0, (), ())
     for layer, module in zip(found.layers, model, strict=True):
-        folded = calibration.statistics.quantized_value(
+        folded = calibration.comparing().quantized_value(
             calibration.statistics.plan.slots[f"{layer.module}.weight"], "folded"
         )
         expected = decibels(module.weight.detach(), folded)
@@ -376,7 +376,7 @@ def test_the_model_and_the_calibration_stay_as_they_are() -> None:
     compare(model, calibration, [(torch.randn(4, 8),)])
     assert (model.training, model.first.training, model.second.training) == (True, True, False)
     assert not model.first._forward_pre_hooks
-    assert not calibration.statistics._folded
+    assert not calibration._bindings.weights._folded
 
 
 def test_a_model_compiled_in_place_is_compared_with_its_plain_self() -> None:

@@ -223,7 +223,7 @@ def test_report_of_a_language_model() -> None:
     blocks = [int(slot.name.split(".")[2]) for slot in report.slots]
     assert blocks == sorted(blocks)
     slot = slots["model.layers.1.mlp.down_proj.input"]
-    state = calibration.statistics._states[slot.name]
+    state = calibration.statistics.snapshot()[slot.name]
     assert slot.low == float(state.tensors["min_vals"])
     assert slot.high == float(state.tensors["max_vals"])
     assert slot.scale_min == slot.scale_max == float(calibration.qparams[slot.name]["scale"])

@@ -142,7 +142,27 @@ def test_a_subclass_may_have_settings_of_its_own() -> None:
         Wider("input", INT8, averaging_constant=7)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("name", ["static_minmax", "minmax", "memoryless_mse", "histogram"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64])
+def test_integers_are_observed_as_floats(name: str, dtype: torch.dtype) -> None:
+    value = torch.tensor([[1, 100, 3], [0, 5, 7]])
+    found = make(name)(value.to(dtype)).get_qparams()
+    expected = make(name)(value.float()).get_qparams()
+    assert torch.equal(found["scale"], expected["scale"])
+    assert torch.equal(found["zero_point"], expected["zero_point"])
+
+
+def test_errors_are_what_callers_of_the_peer_catch() -> None:
+    for raising in (
+        lambda: make("minmax").get_qparams(),
+        lambda: make("minmax", averaging_constant=7),
+        lambda: make("minmax")(torch.ones(2, dtype=torch.bool)),
+    ):
+        with pytest.raises(ValueError, match=r"minmax|input|averaging"):
+            raising()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64])
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ObservationError, match=r"input: cannot observe.*bfloat16"):
         make("minmax")(torch.ones(2, 2, dtype=dtype))

@@ -408,8 +408,8 @@ def test_compiled_statistics_are_the_eager_ones(dtype: torch.dtype) -> None:
         eager(compiled(x)[1])
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["inlay::count"] == 2  # once compiled and once eager
-    state = calibration.statistics._states["down.input"]
-    assert state.observe.reason is None
-    assert_same_statistics(state.observed(), eager)
+    state = calibration.statistics.snapshot()["down.input"]
+    assert state.live is None, "it was not traced"
+    assert_same_statistics(state.observer(), eager)
     scale = calibration.finalize()["down.input"]["scale"]
     assert torch.equal(scale, eager.get_qparams()["scale"])

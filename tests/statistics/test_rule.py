@@ -10,10 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inlay.errors import StatisticsError
-from inlay.nodes.observe import Observe, SlotState
+from inlay.nodes.observe import Observe
 from inlay.observers import Observer
 from inlay.recipe import Slot
 from inlay.statistics.rule import Rule
+from inlay.statistics.value import Statistics
 
 TENSOR = {"num_bits": 8, "strategy": "tensor"}
 BUILT_IN = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse"]
@@ -79,12 +80,10 @@ def rule(name: str, fields: dict = TENSOR, base_name: str = "input") -> Rule:
     return Rule(Slot("fc", base_name, QuantizationArgs(**fields, observer=name)))
 
 
-def observe(of: Rule, value: torch.Tensor) -> tuple[Observe, SlotState]:
+def observe(of: Rule, value: torch.Tensor) -> tuple[Observe, Statistics]:
     with FakeTensorMode() as mode:
         specs = of.specs(mode.from_tensor(value))
-    target = Observe(of, specs)
-    slot = Slot("fc", of.observer.base_name, of.observer.args)
-    return target, SlotState([slot], target, value.device)
+    return Observe(of, specs), Statistics.start(of, specs, value.device)
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, "test_running_sum", "test_buffered"])
@@ -96,7 +95,7 @@ def test_functional_view_gathers_what_the_class_gathers(name: str, values) -> No
     for value in values:
         target(value, *state.inputs().values())
         eager(value)
-    found = state.observed()
+    found = state.observer()
     assert int(state.seen) == len(values)
     for spec in target.specs:
         assert torch.equal(getattr(found, spec.name), getattr(eager, spec.name)), spec.name
@@ -111,8 +110,8 @@ def test_every_strategy(name: str, case) -> None:
     target, state = observe(of, value)
     target(value, *state.inputs().values())
     eager = of.observer(value)
-    assert torch.equal(state.observed().min_vals, eager.min_vals)
-    assert torch.equal(state.observed().max_vals, eager.max_vals)
+    assert torch.equal(state.observer().min_vals, eager.min_vals)
+    assert torch.equal(state.observer().max_vals, eager.max_vals)
 
 
 def test_the_rule_keeps_no_statistics() -> None:
@@ -122,24 +121,114 @@ def test_the_rule_keeps_no_statistics() -> None:
     assert not of.observer.has_statistics
 
 
-def test_first_and_later_values_share_their_work() -> None:
-    """make_fx shows the graph: one minimum and one maximum, whatever the number of branches."""
-    target, state = observe(rule("minmax"), torch.ones(2, 4))
-    graph = _traced_update(target, state)
-    from torch._functorch.compile_utils import fx_graph_cse
+def traced(target: Observe, state: Statistics) -> list[str]:
+    """What happens to a value, as ops, as a compiler is given them."""
+    names = [spec.name for spec in target.specs]
 
-    shared = fx_graph_cse(graph)
-    names = [str(node.target) for node in shared.nodes]
-    assert names.count("aten.amin.default") == 1
-    assert names.count("aten.amax.default") == 1
-    assert "aten.where.self" in names
+    def after(value, seen, tokens, *tensors):
+        return target.rule.after(dict(zip(names, tensors, strict=True)), seen, value)
+
+    graph = make_fx(after)(torch.ones(2, 4), *state.inputs().values()).graph
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
-def _traced_update(target: Observe, state: SlotState) -> torch.fx.Graph:
-    def update(value, seen, tokens, *tensors):
-        return target.update(value, seen, tensors)
+@pytest.mark.parametrize("name", ["static_minmax", "minmax", "histogram"])
+def test_a_value_is_measured_once(name: str) -> None:
+    """Not once as the first value and once as a later one."""
+    ops = traced(*observe(rule(name), torch.ones(2, 4)))
+    assert ops.count("aten.amin.default") == 1
+    assert ops.count("aten.amax.default") == 1
 
-    return make_fx(update)(torch.ones(2, 4), *state.inputs().values()).graph
+
+def test_extremes_and_sums_need_no_choice_between_first_and_later() -> None:
+    assert "aten.where.self" not in traced(*observe(rule("histogram"), torch.ones(2, 4)))
+    assert "aten.where.self" in traced(*observe(rule("minmax"), torch.ones(2, 4)))
+
+
+@Observer.register("test_listing")
+class Listing(Observer):
+    """Keeps every value in a list, and decides at the end."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.values: list[torch.Tensor] = []
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.values.append(observed.abs().amax())
+        self.max_vals = torch.stack(self.values).mean().reshape(1)
+        self.min_vals = -self.max_vals
+
+
+@Observer.register("test_mapped")
+class Mapped(Observer):
+    """Keeps its extremes in a dict, and changes them in place."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept = {"max": torch.zeros(1)}
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        torch.maximum(self.kept["max"], observed.abs().amax(), out=self.kept["max"])
+        self.max_vals = self.kept["max"].clone()
+        self.min_vals = -self.max_vals
+
+
+@Observer.register("test_nested")
+class Nested(Observer):
+    """Counts in a dict inside a dict."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.notes = {"counts": {"batches": 0}}
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.notes["counts"]["batches"] += 1
+        self.max_vals = observed.amax((0, -1)) / self.notes["counts"]["batches"]
+        self.min_vals = -self.max_vals
+
+
+@Observer.register("test_class_wide")
+class ClassWide(Observer):
+    """Keeps what it sees in a list of the class."""
+
+    history: list[torch.Tensor] = []
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.history.append(observed.amax())
+        self.max_vals = torch.stack(self.history).amax().reshape(1)
+        self.min_vals = -self.max_vals
+
+
+@Observer.register("test_modular")
+class Modular(Observer):
+    """Keeps its statistics in a module of its own."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.norm = torch.nn.BatchNorm1d(1)
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.norm(observed.reshape(-1, 1))
+        self.max_vals = self.norm.running_var.sqrt() * 3
+        self.min_vals = -self.max_vals
+
+
+KEEPING_ELSEWHERE = {
+    "test_listing": "values",
+    "test_mapped": "kept, a container",
+    "test_nested": "notes, which is not a tensor",
+    "test_class_wide": "history, which is not a tensor",
+    "test_modular": "modules or parameters of its own",
+}
+
+
+@pytest.mark.parametrize("name", KEEPING_ELSEWHERE)
+def test_state_that_a_graph_would_lose_is_found(name: str) -> None:
+    of = rule(name)
+    with pytest.raises(StatisticsError, match=KEEPING_ELSEWHERE[name]), FakeTensorMode() as mode:
+        of.specs(mode.from_tensor(torch.ones(2, 4)))
+    assert ClassWide.history == [], "tracing left values without data on the class"
+    assert not getattr(of.observer, "values", [])
 
 
 @pytest.mark.parametrize(
@@ -153,13 +242,6 @@ def _traced_update(target: Observe, state: SlotState) -> torch.fx.Graph:
 def test_what_cannot_be_traced_says_why(name: str, reason: str) -> None:
     with pytest.raises(Exception, match=reason), FakeTensorMode() as mode:
         rule(name).specs(mode.from_tensor(torch.ones(2, 4)))
-
-
-def test_state_of_another_kind_is_refused() -> None:
-    _, state = observe(rule("static_minmax"), torch.ones(2, 4))
-    other, _ = observe(rule("static_minmax"), torch.ones(2, 4, dtype=torch.bfloat16))
-    with pytest.raises(StatisticsError, match=r"fc\.input was observed as .*float32.*bfloat16"):
-        state.require(other)
 
 
 def test_an_empty_value_changes_nothing() -> None:

@@ -66,9 +66,9 @@ def assert_eager_statistics(
             model(*one)
     inputs.remove()
     for name, expected in inputs.observers.items():
-        state = calibration.statistics._states.get(name)
+        state = calibration.statistics.snapshot().get(name)
         assert (state is not None) == expected.has_statistics, name
         if state is not None:
-            found = state.observed()
+            found = state.observer()
             assert torch.equal(found.min_vals, expected.min_vals), name
             assert torch.equal(found.max_vals, expected.max_vals), name

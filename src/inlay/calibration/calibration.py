@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,22 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from inlay.calibration.backend import Backend, CompiledGraph
+from inlay.calibration.backend import Backend
+from inlay.calibration.bindings import Bindings
+from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.explain import explain
-from inlay.errors import ConfigurationError
-from inlay.graph import Pass, Pipeline, bind, slot_inputs
+from inlay.calibration.padding import padding_problem
+from inlay.calibration.pipelines import Pipelines
+from inlay.calibration.weights import Weights
+from inlay.errors import ConfigurationError, StatisticsError
+from inlay.graph import Pass, bind, slot_inputs
 from inlay.observers import QParamsDict
-from inlay.passes import FINALIZE, PREPARE, LeaveOutPadding, OutlineRepeats
-from inlay.recipe import Recipe
+from inlay.passes import PREPARE
+from inlay.recipe import Plan, Recipe
 from inlay.run_record import Record
-from inlay.statistics.by_slot import Statistics
-from inlay.statistics.on_disk import DataSeen, StoredStatistics
+from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.statistics.finalize import finalize
+from inlay.statistics.on_disk import DataSeen, StoredStatistics, with_gathering_observers
 from inlay.torch_private import graph_break_error
 
 __all__ = ["Calibration"]
@@ -30,7 +37,7 @@ class Calibration:
     :param model: the model; it is not changed
     :param recipe: what to quantize and how
     :param compiler: the Dynamo backend that compiles graphs with observers in them
-    :param passes: passes that make a traced graph observe
+    :param passes: passes that make a traced graph observe, as types or as instances
     :param count_padding: whether positions that the attention mask leaves out count all the same
     :param progress: whether to draw progress bars; by default where there is a terminal
     """
@@ -41,21 +48,26 @@ class Calibration:
         recipe: Recipe,
         *,
         compiler: str = "inductor",
-        passes: Sequence[type[Pass]] = PREPARE,
+        passes: Sequence[type[Pass] | Pass] = PREPARE,
         count_padding: bool = False,
         progress: bool | None = None,
     ) -> None:
-        passes = [p for p in passes if p is not LeaveOutPadding or not count_padding]
         self._model: Callable[[], nn.Module | None] = lambda: model
         self.recipe = recipe
-        self.statistics = Statistics(model, recipe)
-        self.statistics.show_progress = progress
+        self.plan = Plan(model, recipe)
+        self.statistics = StatisticsBySlot(self.plan)
+        self.data_seen = DataSeen()
+        self.count_padding = count_padding
+        self.show_progress = progress
         self.record: Record | None = None
         self.held_out: list[Any] = []
         self.tokenizer: Any = None
-        self.data_seen = DataSeen()
-        self._backend = Backend(self.statistics, compiler=compiler, passes=passes)
-        self._observing = Backend(self.statistics, compiler=compiler, passes=passes, outputs=False)
+        self._bindings = Bindings(self.statistics, Weights(model, self.plan))
+        pipelines = Pipelines(plan=self.plan, prepare=passes, count_padding=count_padding)
+        self._backend = Backend(self._bindings, pipelines, compiler=compiler)
+        self._observing = Backend(
+            self._bindings, replace(pipelines, outputs=False), compiler=compiler
+        )
         self._observe: Callable[..., Any] | None = None
 
     @classmethod
@@ -64,15 +76,19 @@ class Calibration:
     ) -> "Calibration":
         """A calibration that starts from stored statistics, as far as they carry the recipe.
 
-        It can be finalized as it is, or observe more batches before.
+        Where the recipe names no observer, the one that gathered the statistics stays. The
+        calibration can be finalized as it is, or observe more batches before.
         """
-        calibration = cls(model, recipe, **options)
+        calibration = cls(model, with_gathering_observers(recipe, stored.slots), **options)
         calibration.statistics.restore(stored.slots)
         calibration.data_seen = stored.data_seen
         return calibration
 
     def stored(self, *, model: str = "", data: str = "") -> StoredStatistics:
-        """The statistics gathered so far, to be kept on disk."""
+        """The statistics gathered so far, to be kept on disk.
+
+        Over ranks, they are those of this rank, and once it is finalized those of all.
+        """
         return StoredStatistics(
             recipe=self.recipe.config.model_dump(mode="json"),
             slots=self.statistics.snapshot(),
@@ -147,7 +163,28 @@ class Calibration:
         :param accept: problems to accept instead of raising: `unobserved`, `not_finite`, `unfused`
         :return: `{slot: {"scale": …, "zero_point": …, "global_scale": …}}`
         """
-        return self.statistics.finalize(accept)
+        if not self.statistics.is_final:
+            finalize(
+                self.statistics,
+                self._bindings.weights.plain,
+                accept=accept,
+                progress=self.show_progress,
+            )
+            self.data_seen = self.data_seen.of_all_ranks()
+        assert self.statistics.qparams is not None
+        return self.statistics.qparams
+
+    def require_padding_left_out(self) -> None:
+        """Refuse to go on if graphs could not tell the padding of a batch from data.
+
+        :raises StatisticsError: if an observer, or the model, has no way to leave padding out
+        """
+        problem = None if self.count_padding else padding_problem(self.graphs)
+        if problem is not None:
+            raise StatisticsError(
+                f"the batch has padding, {problem}; use batch_size=1, or count it with "
+                "count_padding=True"
+            )
 
     def quantized_module(self, *args: Any, **kwargs: Any) -> GraphModule:
         """The finalized model as a module of its own, with scales and weights as constants.
@@ -158,16 +195,22 @@ class Calibration:
             raise ConfigurationError("finalize the calibration before asking for the result")
         gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
         assert isinstance(gm, GraphModule)
-        whole = [p for p in (*self._backend.passes, *FINALIZE) if p is not OutlineRepeats]
-        plan = self.statistics.plan
-        final = Pipeline.of(whole, plan=plan, qparams=self.statistics.qparams)(gm).graph_module
-        return bind(
-            final,
-            {
-                what: self.statistics.quantized_value(plan.slots[what.slot], what.key)
-                for what in slot_inputs(final.graph).values()
-            },
-        )
+        quantizing = self._backend.pipelines.quantizing(self.statistics.qparams)
+        final = quantizing(gm).graph_module
+        constants = {
+            what: self._bindings.quantized_value(self.plan.slots[what.slot], what.key)
+            for what in slot_inputs(final.graph).values()
+        }
+        return bind(final, constants)
+
+    def comparing(self) -> Bindings:
+        """Statistics and weights for comparing, with folded weights that go when this goes."""
+        return Bindings(self.statistics, self._bindings.weights.with_own_cache())
+
+    @property
+    def pipelines(self) -> Pipelines:
+        """The passes that make a graph observe or quantize, with the outputs of the model."""
+        return self._backend.pipelines
 
     def save(
         self,

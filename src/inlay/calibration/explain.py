@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable
 
-from inlay.calibration.backend import CompiledGraph
+from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.graph import format_graph
 from inlay.nodes.observe import Observe
-from inlay.observers import default_observer
 from inlay.recipe import Slot
-from inlay.statistics.by_slot import Statistics
+from inlay.statistics.by_slot import StatisticsBySlot
 
 __all__ = ["explain"]
 
 
-def explain(statistics: Statistics, graphs: Iterable[CompiledGraph]) -> str:
+def explain(statistics: StatisticsBySlot, graphs: Iterable[CompiledGraph]) -> str:
     """The slots as a table, then every distinct graph."""
     graphs = list(graphs)
     slots = list(statistics.plan.slots.values())
@@ -47,13 +46,13 @@ def _observers(graph: CompiledGraph) -> Iterable[Observe]:
                 yield node.target
 
 
-def _row(statistics: Statistics, slot: Slot) -> tuple[str, str, str, str, str]:
+def _row(statistics: StatisticsBySlot, slot: Slot) -> tuple[str, str, str, str, str]:
     args = slot.args
     sharing = [other.name for other in statistics.shared_with(slot) if other != slot]
     if not slot.is_observed:
         observer, seen = "none, it is dynamic", "-"
     else:
-        observer = args.observer or default_observer(slot.base_name)
-        seen = "at finalize" if slot.base_name == "weight" else str(statistics.seen(slot))
+        observer = slot.observer
+        seen = "at finalize" if slot.is_weight else str(statistics.seen(slot))
     format = f"{args.type}{args.num_bits} {args.strategy}"
     return slot.name, observer, format, seen, ", ".join(sharing) or "-"

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.quantization import QuantizationStrategy
 
-from inlay.errors import ConfigurationError, StatisticsError
+from inlay.errors import StatisticsError
 from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
-from inlay.statistics.by_slot import ACCEPTABLE
+from inlay.statistics.finalize import known_words
 
-__all__ = ["describe_unusable", "needed_qparams", "require_servable"]
+__all__ = ["describe_unusable", "require_servable"]
 
 _HAS_GLOBAL_SCALE = QuantizationStrategy.TENSOR_GROUP
 
@@ -37,7 +37,7 @@ def require_servable(
         precision, `unfused` lets layers that are served as one have global scales of their own
     :return: the modules that stay in full precision
     """
-    accepted = _known_words(accept)
+    accepted = known_words(accept)
     problems = list(_problems(plan, qparams))
     _refuse_attention(problems)
     refused = [problem for problem in problems if not problem.accepted_by & accepted]
@@ -56,18 +56,6 @@ def require_servable(
     return full_precision
 
 
-def needed_qparams(slot: Slot) -> tuple[str, ...]:
-    """What a checkpoint must say about a slot; the rest is computed when the model is served."""
-    needed = []
-    if slot.is_observed and slot.args.strategy == _HAS_GLOBAL_SCALE:
-        needed.append("global_scale")
-    if slot.is_static:
-        needed.append("scale")
-        if not slot.args.symmetric:
-            needed.append("zero_point")
-    return tuple(needed)
-
-
 def describe_unusable(name: str, values: torch.Tensor) -> str | None:
     """What is wrong with a scale or a zero point, if anything."""
     values = values.detach().float()
@@ -80,19 +68,10 @@ def describe_unusable(name: str, values: torch.Tensor) -> str | None:
     return f"of {values.numel()} {name}s, {' and '.join(found)}" if found else None
 
 
-def _known_words(accept: Collection[str]) -> frozenset[str]:
-    unknown = sorted(set(accept) - set(ACCEPTABLE))
-    if unknown:
-        raise ConfigurationError(
-            f"cannot accept {', '.join(unknown)}; what can be accepted is {', '.join(ACCEPTABLE)}"
-        )
-    return frozenset(accept)
-
-
 def _problems(plan: Plan, qparams: Mapping[str, QParamsDict]) -> Iterable[_Problem]:
     for slot in plan.slots.values():
         known: Mapping[str, object] = qparams.get(slot.name, {})
-        values = {key: known.get(key) for key in needed_qparams(slot)}
+        values = {key: known.get(key) for key in slot.needed_qparams}
         if any(value is None for value in values.values()):
             # A weight is always seen. Of other slots it is not known any more which it was.
             words = {"not_finite"} if slot.base_name == "weight" else {"unobserved", "not_finite"}
@@ -154,7 +133,7 @@ def _shared_kind(
     slot = plan.slots.get(f"{module}.{base_name}")
     if module in full_precision:
         return "full precision"
-    if slot is None or "global_scale" not in needed_qparams(slot):
+    if slot is None or "global_scale" not in slot.needed_qparams:
         return "no global scale"
     value = qparams[slot.name].get("global_scale")
     assert isinstance(value, torch.Tensor)

@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
 from torch import nn
 
-from inlay.checkpoint.gate import describe_unusable, needed_qparams, require_servable
+from inlay.checkpoint.gate import describe_unusable, require_servable
 from inlay.checkpoint.layers import (
     QuantizedLayer,
     experts_in_one_parameter,
@@ -180,7 +180,7 @@ def _qparams_as_stored(
     observed_shape = _observed_shape(layer, slot, found)
     initialize_qparams(shell, slot.base_name, slot.args, observed_shape, layer.dtype)
     stored = {}
-    for key in needed_qparams(slot):
+    for key in slot.needed_qparams:
         name = f"{slot.base_name}_{key}"
         expected = shell.get_parameter(name)
         stored[name] = found[key].detach().to(expected.dtype).reshape(expected.shape)

@@ -52,16 +52,16 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
     :param batches: held-out ones: keyword arguments of the model, or tuples of positional ones
     """
     _require_finalized(model, calibration)
-    statistics, passes = calibration.statistics.borrowed(), calibration.backend.passes
+    bindings = calibration.comparing()
     varying = varying_sizes(batches)
     batches = [on_device_of(model, batch, varying) for batch in batches]
-    show = statistics.show_progress
+    show = calibration.show_progress
     with _evaluating(model):
         outputs = _Outputs(model)
-        quantized = _quantized(model, Backend(statistics, compiler="eager", passes=passes))
+        quantized = _quantized(model, Backend(bindings, calibration.pipelines, compiler="eager"))
         for batch in watched(batches, "comparing outputs", show=show):
             outputs.add(batch, _plain(model, batch), quantized(batch))
-        layers = LayerErrors(model, statistics)
+        layers = LayerErrors(model, bindings)
         with layers.watching() as count_only:
             for batch in watched(batches[:_LAYER_BATCHES], "comparing layers", show=show):
                 count_only(_counted(_named(model, batch)))

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inlay.calibration.bindings import Bindings
 from inlay.evaluation.measures import chunks
 from inlay.nodes.quantize import QuantizeDequantize, fold_weight
 from inlay.recipe import Slot
 from inlay.report.data import LayerError
-from inlay.statistics.by_slot import Statistics
 
 __all__ = ["LayerErrors", "Noise", "counted_rows"]
 
@@ -52,12 +52,12 @@ class LayerErrors:
     once with weight and input quantized. That its output may be quantized too is not counted.
     """
 
-    def __init__(self, model: nn.Module, statistics: Statistics) -> None:
-        self._statistics = statistics
+    def __init__(self, model: nn.Module, bindings: Bindings) -> None:
+        self._bindings = bindings
         self._layers = [
             _Layer(name, module, slots)
             for name, module in model.named_modules()
-            if (slots := _quantized_slots(statistics, name))
+            if (slots := _quantized_slots(bindings, name))
         ]
         self._counted: torch.Tensor | None = None
 
@@ -84,7 +84,7 @@ class LayerErrors:
     def _hook(self, layer: "_Layer") -> Callable[..., None]:
         def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             value = args[0] if args else kwargs["input"]
-            layer.compare(self._statistics, value, self._counted)
+            layer.compare(self._bindings, value, self._counted)
 
         return compare
 
@@ -94,7 +94,7 @@ class LayerErrors:
             LayerError(
                 module=layer.name,
                 sqnr_db=layer.output.decibels,
-                weight_sqnr_db=layer.weight_decibels(self._statistics),
+                weight_sqnr_db=layer.weight_decibels(self._bindings),
                 input_sqnr_db=layer.input.decibels,
             )
             for layer in self._layers
@@ -107,13 +107,13 @@ class _Layer:
         self.output, self.weight, self.input = Noise(), Noise(), Noise()
 
     def compare(
-        self, statistics: Statistics, value: torch.Tensor, counted: torch.Tensor | None
+        self, bindings: Bindings, value: torch.Tensor, counted: torch.Tensor | None
     ) -> None:
         assert isinstance(self.module, nn.Linear)
         quantized = value
         if "input" in self._slots:
             # Before rows are left out: dynamic scales are those of the value as a whole.
-            quantized = _quantize(statistics, self._slots["input"], value)
+            quantized = _quantize(bindings, self._slots["input"], value)
         rows = counted_rows(value, counted)
         value, quantized = (v.flatten(0, -2)[rows].float() for v in (value, quantized))
         if "input" in self._slots:
@@ -121,7 +121,7 @@ class _Layer:
         bias = None if self.module.bias is None else self.module.bias.detach().float()
         weight = folded = self.module.weight.detach().float()
         if "weight" in self._slots:
-            folded = statistics.quantized_value(self._slots["weight"], "folded").float()
+            folded = bindings.quantized_value(self._slots["weight"], "folded").float()
             if self.weight.is_empty:  # it is the same for every batch
                 self.weight.add(weight, folded)
         for part in chunks(len(value), len(weight)):
@@ -129,14 +129,14 @@ class _Layer:
                 F.linear(value[part], weight, bias), F.linear(quantized[part], folded, bias)
             )
 
-    def weight_decibels(self, statistics: Statistics) -> float | None:
+    def weight_decibels(self, bindings: Bindings) -> float | None:
         slot = self._slots.get("weight")
         if slot is not None and self.weight.is_empty:
             weight = self.module.weight
             assert isinstance(weight, torch.Tensor)
-            assert statistics.qparams is not None
+            assert bindings.statistics.qparams is not None
             # Not kept: all weights twice would not fit where the model barely does.
-            folded = fold_weight(weight, slot.args, statistics.qparams[slot.name])
+            folded = fold_weight(weight, slot.args, bindings.statistics.qparams[slot.name])
             self.weight.add(weight.detach(), folded)
         return self.weight.decibels
 
@@ -154,24 +154,24 @@ def counted_rows(value: torch.Tensor, counted: torch.Tensor | None) -> slice | t
     return slice(None)
 
 
-def _quantized_slots(statistics: Statistics, module: str) -> dict[str, Slot]:
+def _quantized_slots(bindings: Bindings, module: str) -> dict[str, Slot]:
     """Slots of weight and input that the finalized model quantizes."""
+    statistics = bindings.statistics
     assert statistics.qparams is not None
     return {
         base_name: slot
         for base_name, slot in statistics.plan.of_module(module).items()
-        if base_name in _WEIGHTED and (slot.name in statistics.qparams or not slot.is_observed)
+        if base_name in _WEIGHTED and slot.is_quantized(statistics.qparams)
     }
 
 
-def _quantize(statistics: Statistics, slot: Slot, value: torch.Tensor) -> torch.Tensor:
+def _quantize(bindings: Bindings, slot: Slot, value: torch.Tensor) -> torch.Tensor:
     """The value as the finalized graph quantizes it."""
     if not slot.is_observed:
         return QuantizeDequantize(slot.args, ())(value)
-    assert statistics.qparams is not None
-    known = statistics.qparams[slot.name]
-    wanted = ("scale", "zero_point", "global_scale") if slot.is_static else ("global_scale",)
-    given = {key: known.get(key) for key in wanted}
+    assert bindings.statistics.qparams is not None
+    known = bindings.statistics.qparams[slot.name]
+    given = {key: known.get(key) for key in slot.used_qparams}
     tensors = {key: tensor for key, tensor in given.items() if isinstance(tensor, torch.Tensor)}
     return QuantizeDequantize(slot.args, tuple(tensors))(value, *tensors.values())
 

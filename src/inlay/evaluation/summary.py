@@ -17,12 +17,12 @@ from inlay.checkpoint.layers import experts_in_one_parameter
 from inlay.evaluation.compare import Comparison
 from inlay.evaluation.distributions import Clip, distribution_of_histogram, distribution_of_weight
 from inlay.evaluation.findings import layer_remarks, slot_remarks, unquantized_remarks
-from inlay.observers import Observer, QParamsDict, default_observer
+from inlay.observers import Observer, QParamsDict
 from inlay.observers.histogram import HistogramObserver
 from inlay.ranges.float_histogram import Histogram
 from inlay.recipe import Slot, format_in_words, recipe_text, scheme_in_words
 from inlay.report.data import LayerError, Remark, ReportData, SlotRecord, Stage
-from inlay.statistics.by_slot import Statistics
+from inlay.statistics.by_slot import StatisticsBySlot
 
 if TYPE_CHECKING:
     from inlay.run_record import Record
@@ -81,7 +81,7 @@ def report_of(
 
 def _remarks(
     model: nn.Module,
-    statistics: Statistics,
+    statistics: StatisticsBySlot,
     slots: tuple[SlotRecord, ...],
     comparison: Comparison | None,
 ) -> Iterable[Remark]:
@@ -136,7 +136,7 @@ class _SlotRecords:
     """Makes the records of all slots."""
 
     def __init__(
-        self, model: nn.Module, statistics: Statistics, layers: Iterable[LayerError]
+        self, model: nn.Module, statistics: StatisticsBySlot, layers: Iterable[LayerError]
     ) -> None:
         self._statistics = statistics
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -187,7 +187,7 @@ class _SlotRecords:
             return {}
         owner = next(iter(self._statistics.shared_with(slot)), slot).name
         if owner not in self._known:
-            observer = self._statistics.activation_observer(slot)
+            observer = self._statistics.observer(slot)
             self._known[owner] = self._of_observer(observer, clip)
         return self._known[owner]
 
@@ -214,15 +214,15 @@ class _SlotRecords:
         return known.get(slot.base_name)
 
 
-def _is_quantized(statistics: Statistics, slot: Slot) -> bool:
+def _is_quantized(statistics: StatisticsBySlot, slot: Slot) -> bool:
     assert statistics.qparams is not None
-    return slot.name in statistics.qparams or not slot.is_observed
+    return slot.is_quantized(statistics.qparams)
 
 
 def _observer_name(slot: Slot) -> str:
     if not slot.is_observed:
         return "none"
-    return str(slot.args.observer or default_observer(slot.base_name))
+    return slot.observer
 
 
 def _scales(slot: Slot, qparams: QParamsDict | None) -> torch.Tensor | None:
@@ -260,7 +260,7 @@ def _versions() -> dict[str, str]:
     return {**versions, "python": platform.python_version()}
 
 
-def _estimated_sizes(model: nn.Module, statistics: Statistics) -> tuple[int, int]:
+def _estimated_sizes(model: nn.Module, statistics: StatisticsBySlot) -> tuple[int, int]:
     """Bytes of all parameters and buffers, and what is left when weights are packed."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     before = after = sum(tensor.nbytes for tensor in tensors.values())

@@ -1,13 +1,13 @@
 """What a pass is, and how passes are run one after the other."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from inlay.errors import GraphError, InlayError
+from inlay.errors import ConfigurationError, GraphError, InlayError
 
 __all__ = ["Pass", "PassResult", "Pipeline"]
 
@@ -57,10 +57,17 @@ class Pipeline:
     passes: Sequence[Pass]
 
     @classmethod
-    def of(cls, passes: Iterable[type[Pass]], **configuration: Any) -> "Pipeline":
-        """Passes with their fields taken from `configuration`, each those that it has."""
+    def of(cls, passes: Iterable["type[Pass] | Pass"], **configuration: Any) -> "Pipeline":
+        """Instantiate each pass, filling its fields from the configuration.
+
+        A field that the configuration does not name keeps its default. A pass that is an instance
+        already is taken as it is.
+        """
         return cls(
-            tuple(step(**{f.name: configuration[f.name] for f in fields(step)}) for step in passes)
+            tuple(
+                step if isinstance(step, Pass) else step(**_settings(step, configuration))
+                for step in passes
+            )
         )
 
     def __call__(self, gm: GraphModule) -> PassResult:
@@ -78,6 +85,20 @@ class Pipeline:
             gm, modified = result.graph_module, modified or result.modified
             done.append(step.name)
         return PassResult(gm, modified)
+
+
+def _settings(step: type[Pass], configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a pass that the configuration names."""
+    missing = [
+        f.name
+        for f in fields(step)
+        if f.name not in configuration and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"{step.__name__} needs {', '.join(missing)}, which the configuration does not name"
+        )
+    return {f.name: configuration[f.name] for f in fields(step) if f.name in configuration}
 
 
 def _place(step: Pass, done: list[str], error: Exception) -> str:

@@ -8,6 +8,7 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from inlay.observers import QParamsDict
+from inlay.ranges.args import key_of
 
 __all__ = ["QuantizeDequantize", "fold_weight"]
 
@@ -27,7 +28,7 @@ class QuantizeDequantize:
 
     @property
     def key(self) -> tuple[str, tuple[str, ...]]:
-        return repr(self.args), self.names
+        return key_of(self.args), self.names
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, QuantizeDequantize) and self.key == other.key

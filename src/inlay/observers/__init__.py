@@ -5,10 +5,13 @@ from inlay.observers.helpers import (
     FUSED_LAYER_NAMES,
     flatten_for_calibration,
     fuse_weight_observers,
+    fusion_problem,
+    has_global_scale,
     lerp,
 )
 from inlay.observers.histogram import HistogramObserver
 from inlay.observers.imatrix import IMatrixMSEObserver
+from inlay.observers.measuring import MeasuringObserver
 from inlay.observers.min_max import (
     MemorylessMinMaxObserver,
     MinMaxObserver,
@@ -21,6 +24,7 @@ __all__ = [
     "FUSED_LAYER_NAMES",
     "HistogramObserver",
     "IMatrixMSEObserver",
+    "MeasuringObserver",
     "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",
     "MinMaxObserver",
@@ -32,6 +36,8 @@ __all__ = [
     "default_observer",
     "flatten_for_calibration",
     "fuse_weight_observers",
+    "fusion_problem",
+    "has_global_scale",
     "lerp",
     "sync_observers",
 ]

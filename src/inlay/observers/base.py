@@ -49,10 +49,6 @@ class Observer(InternalModule, RegistryMixin):
     # Statistics that merge over ranks, and how. Those that hold only the last batch are left out.
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
-    # Statistics that are sums: the first value makes of them what it makes of zeros. In a graph
-    # they are computed once, where others are computed for a first and for a later value.
-    _sums: ClassVar[tuple[str, ...]] = ()
-
     # Whether the statistics are the same whatever format the value will be quantized to, so that
     # they can be asked for another one later.
     any_format: ClassVar[bool] = False

@@ -1,5 +1,7 @@
 """Shapes of observed values, and layers whose weights are quantized together."""
 
+from collections.abc import Mapping
+
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.utils import maybe_pad_tensor_for_block_quant
@@ -13,6 +15,8 @@ __all__ = [
     "as_stored",
     "flatten_for_calibration",
     "fuse_weight_observers",
+    "fusion_problem",
+    "has_global_scale",
     "lerp",
 ]
 
@@ -25,6 +29,7 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
 ]
 
 _OBSERVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 
 
@@ -42,10 +47,13 @@ def flatten_for_calibration(
     :param base_name: `weight`, `input`, `output`, `q`, `k` or `v`
     :param args: how the value is quantized
     """
+    if value.dtype in _INTEGERS:
+        value = value.to(torch.float32)
     if value.dtype not in _OBSERVABLE:
         raise ObservationError(
             f"{base_name}: cannot observe a tensor of dtype {value.dtype}; observers take "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _OBSERVABLE)}"
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _OBSERVABLE)}, and "
+            "integers as float32"
         )
     if base_name == "weight":
         return _flatten_weight(value, args)
@@ -172,32 +180,43 @@ def fuse_weight_observers(model: Module) -> None:
                 for member, layer in layers.items()
                 if layer is not None
             }
-            if not any(map(_has_global_scale, observers.values())):
+            formats = {m: None if o is None else o.args for m, o in observers.items()}
+            if not any(map(has_global_scale, formats.values())):
                 continue
-            formats = {member: _format(observer) for member, observer in observers.items()}
-            if len(set(formats.values())) > 1:
-                found = ", ".join(f"{member}: {format}" for member, format in formats.items())
+            problem = fusion_problem(formats)
+            if problem is not None:
                 raise ConfigurationError(
-                    f"{name or 'the model'}: {', '.join(formats)} share one global scale and must "
-                    f"be quantized alike, but are ({found}); target all of them or ignore all"
+                    f"{name or 'the model'}: {', '.join(observers)} share one global scale and "
+                    f"must be quantized alike, but are ({problem}); target all of them or ignore "
+                    "all"
                 )
             Observer.fuse(observer for observer in observers.values() if observer is not None)
 
 
-def _has_global_scale(observer: Module | None) -> bool:
-    return observer is not None and _args(observer).strategy == QuantizationStrategy.TENSOR_GROUP
+def fusion_problem(members: Mapping[str, QuantizationArgs | None]) -> str | None:
+    """How layers that must share a global scale differ, if they do.
+
+    How their ranges are found may differ.
+
+    :param members: names of the layers, with how their weights are quantized, if they are
+    """
+    formats = {member: _fused_format(args) for member, args in members.items()}
+    if len(set(formats.values())) == 1:
+        return None
+    return ", ".join(f"{member}: {format}" for member, format in formats.items())
 
 
-def _format(observer: Module | None) -> str:
-    """What must be the same in layers that are merged; how ranges are found may differ."""
-    if observer is None:
+def has_global_scale(args: QuantizationArgs | None) -> bool:
+    return args is not None and args.strategy == QuantizationStrategy.TENSOR_GROUP
+
+
+def _fused_format(args: QuantizationArgs | None) -> str:
+    if args is None:
         return "not quantized"
-    args = _args(observer)
-    return f"{args.type}{args.num_bits} {_name(args)} {args.group_size} {args.scale_dtype}"
-
-
-def _args(observer: Module) -> QuantizationArgs:
-    return observer.args
+    if not has_global_scale(args):
+        return "no global scale"
+    scales = str(args.scale_dtype).removeprefix("torch.")
+    return f"{args.type}{args.num_bits} in groups of {args.group_size} with scales in {scales}"
 
 
 def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:

@@ -11,10 +11,11 @@ from inlay.errors import ConfigurationError
 from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, require_finite
 from inlay.observers.helpers import as_stored
 from inlay.observers.kwargs import Kwarg, one_of, percent, positive, read_kwargs, whole
+from inlay.observers.measuring import Tensors
 from inlay.observers.min_max import StaticMinMaxObserver
 from inlay.ranges.clipping import ClipSearch, Loss, clip, divergence, quantization_error
 from inlay.ranges.float_histogram import FloatBins, Histogram
-from inlay.ranges.padding import as_weights, fill_invalid
+from inlay.ranges.padding import as_weights
 
 __all__ = ["HistogramObserver"]
 
@@ -49,7 +50,6 @@ class HistogramObserver(StaticMinMaxObserver):
 
     _act_sync_dict = {**StaticMinMaxObserver._act_sync_dict, "counts": dist.ReduceOp.SUM}
     _kwargs = (*_CHOICE, whole("mantissa_bits", 8, at_least=0, at_most=10))
-    _sums = ("counts",)
 
     counts: torch.Tensor
     method: str
@@ -77,20 +77,17 @@ class HistogramObserver(StaticMinMaxObserver):
         require_finite(self, ("min_vals", "max_vals"))
         return Histogram(self.bins, self.counts, self.min_vals, self.max_vals)
 
-    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        super().update_statistics_from_observed(observed)
-        self._add(self.bins.count(as_stored(observed)))
+    def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
+        return {**super().measure(observed, valid), "counts": self._counts(observed, valid)}
 
-    def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
-        StaticMinMaxObserver.update_statistics_from_observed(self, fill_invalid(observed, valid))
+    def _counts(self, observed: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+        if valid is None:
+            return self.bins.count(as_stored(observed))
         rows = as_weights(valid, observed) > 0
-        self._add(self.bins.count(torch.where(rows, as_stored(observed), 0)))
+        counts = self.bins.count(torch.where(rows, as_stored(observed), 0))
         # What is not valid was counted as zero, whose bin is the first one.
         zeros = torch.arange(self.bins.size, device=observed.device) == 0
-        self.counts = self.counts - zeros * ((~valid).sum() * observed.size(-1))
-
-    def _add(self, counts: torch.Tensor) -> None:
-        self.counts = counts + self.counts if hasattr(self, "counts") else counts
+        return counts - zeros * ((~valid).sum() * observed.size(-1))
 
     @torch.no_grad()
     def range(self, args: QuantizationArgs | None = None, **settings: Any) -> MinMaxTuple:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from inlay.errors import StatisticsError
 from inlay.observers.base import Observer
 from inlay.observers.helpers import flatten_for_calibration
 from inlay.observers.kwargs import EXPAND, count, fraction, positive, switch
+from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.observers.mse import shrink_factors
 from inlay.ranges.search import RangeSearch
 
@@ -26,7 +28,7 @@ _STRATEGIES = (
 
 
 @Observer.register("imatrix_mse")
-class IMatrixMSEObserver(Observer):
+class IMatrixMSEObserver(MeasuringObserver):
     """The range of a weight with the smallest error, weighted by E[x²] of its input channels.
 
     `attach` puts a hook on a Linear module that sums x² while data flows through it. The sums
@@ -94,21 +96,28 @@ class IMatrixMSEObserver(Observer):
             del owner._imatrix_hook
             self._share(owner, self._imatrix_sum, self._imatrix_count)
 
-    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        self.min_vals, self.max_vals = self.search(observed, self._importance(observed))
+    def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
+        """Search the range of a weight, with the importance gathered so far."""
+        if valid is not None:
+            observed = observed[valid]
+        found = self.search(observed, self._importance(observed))
+        return dict(zip(("min_vals", "max_vals"), found, strict=True))
 
-    def observe_input(self, x: torch.Tensor) -> None:
-        """Add x² of every token to the sums."""
+    def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
+        """Sum x² over tokens, and count them."""
+        if valid is not None:
+            x = torch.where(valid.unsqueeze(-1), x.reshape(-1, x.size(-1)), 0)
         squares = x.to(_PRECISION).pow(2).sum(dim=list(range(x.ndim - 1)))
-        if self._imatrix_sum is not None:
-            squares = squares + self._imatrix_sum.to(x.device)
-        self._imatrix_sum = squares
-        self._imatrix_count = self._imatrix_count.to(x.device) + math.prod(x.shape[:-1])
+        none = torch.zeros((), dtype=torch.int64, device=x.device)
+        return {
+            "_imatrix_sum": squares,
+            "_imatrix_count": none + (math.prod(x.shape[:-1]) if valid is None else valid.sum()),
+        }
 
-    def observe_valid_input(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        before = self._imatrix_count
-        self.observe_input(torch.where(valid.unsqueeze(-1), x, 0))
-        self._imatrix_count = before.to(x.device) + valid.sum()
+    def follow(self, before: Mapping[str, torch.Tensor], measured: Tensors) -> Tensors:
+        # Sums may have been gathered on another device than the one the model is on now.
+        moved = {name: before[name].to(value.device) for name, value in measured.items()}
+        return super().follow(moved, measured)
 
     @torch.no_grad()
     def _accumulate(

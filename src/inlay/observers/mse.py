@@ -1,11 +1,11 @@
 """Observers whose range is the part of the observed one that loses least."""
 
 import torch
-from torch import distributed as dist
 
-from inlay.observers.base import MinMaxTuple, Observer
+from inlay.observers.base import Observer
 from inlay.observers.kwargs import AVERAGING_CONSTANT, EXPAND, Kwarg, count, fraction, positive
-from inlay.observers.min_max import average_into
+from inlay.observers.measuring import MeasuringObserver, Tensors
+from inlay.observers.min_max import MovingAverage
 from inlay.ranges.search import RangeSearch
 
 __all__ = ["MemorylessMSEObserver", "MovingAverageMSEObserver", "shrink_factors"]
@@ -20,7 +20,7 @@ _SEARCH_KWARGS: tuple[Kwarg, ...] = (
 
 
 @Observer.register("memoryless_mse")
-class MemorylessMSEObserver(Observer):
+class MemorylessMSEObserver(MeasuringObserver):
     """The range with the smallest quantization error on the last observed value.
 
     The search starts at `expand` times the observed range and takes `maxshrink * grid` steps of
@@ -48,26 +48,17 @@ class MemorylessMSEObserver(Observer):
             expand=self.expand,
         )
 
-    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        self._take_in(self.search(observed))
-
-    def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
-        self._take_in(self.search.among(observed, valid))
-
-    def _take_in(self, found: MinMaxTuple) -> None:
-        self.min_vals, self.max_vals = found
+    def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
+        found = self.search(observed) if valid is None else self.search.among(observed, valid)
+        return dict(zip(("min_vals", "max_vals"), found, strict=True))
 
 
 @Observer.register("mse")
-class MovingAverageMSEObserver(MemorylessMSEObserver):
+class MovingAverageMSEObserver(MovingAverage, MemorylessMSEObserver):
     """Moving average of the best range of each observed value."""
 
-    _act_sync_dict = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}
+    _act_sync_dict = MovingAverage._act_sync_dict
     _kwargs = (*_SEARCH_KWARGS, AVERAGING_CONSTANT)
-    avg_constant: float
-
-    def _take_in(self, found: MinMaxTuple) -> None:
-        average_into(self, found, self.avg_constant)
 
 
 def shrink_factors(steps: int, grid: float) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from memory once and stays in the cache while its candidates are tried. Traced i
 stands there as it is; an eager observer compiles it once per format for weights of every shape.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +75,7 @@ class RangeSearch:
         if not self.shrinks:
             return full_range(observed, self.expand)
         if is_traced(observed.detach()):
-            return self._traced(observed, importance)
+            return self.expression(observed, importance)
         if observed.numel() < COMPILE_FROM:
             return self.specification(observed, importance)
         return self._compiled(observed, importance)
@@ -86,11 +86,7 @@ class RangeSearch:
 
         :param valid: of shape (num_observations,), at least one of them true
         """
-
-        def search() -> Range:
-            return self(fill_invalid(observed, valid), as_weights(valid, observed))
-
-        return self._once(observed, search, valid) if is_traced(observed.detach()) else search()
+        return self(fill_invalid(observed, valid), as_weights(valid, observed))
 
     @torch.no_grad()
     def specification(
@@ -166,30 +162,6 @@ class RangeSearch:
         tried = tried_of(improving(errors), self.patience)
         best = first_best(torch.where(tried, errors, torch.inf))
         return select(low, high, shrinks, best)
-
-    def _traced(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
-        if importance is not None:
-            return self.expression(observed, importance)
-        return self._once(observed, lambda: self.expression(observed))
-
-    def _once(
-        self,
-        observed: torch.Tensor,
-        search: Callable[[], Range],
-        valid: torch.Tensor | None = None,
-    ) -> Range:
-        """What was found before for a tensor that is searched in the same way again.
-
-        An observer in a graph is traced for its first value and for later ones. Nothing after
-        that would find out that both hold the same search. The tensor remembers it: while a graph
-        is traced tensors do not change, and when it goes, so does what it remembers.
-        """
-        known: dict[object, Range] = observed.__dict__.setdefault("_inlay_ranges", {})
-        settings = (self.shrinks, self.norm, self.patience, self.expand)
-        key = (format_key_of(self.args), *settings, None if valid is None else id(valid))
-        if key not in known:
-            known[key] = search()
-        return known[key]
 
     def _compiled(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
         """The search in a compiled kernel, over chunks of rows that share one decision to stop."""

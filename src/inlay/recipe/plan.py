@@ -38,9 +38,11 @@ class Plan:
         self.recipe = recipe
         self.slots: dict[str, Slot] = {}
         self.kinds: dict[str, str] = {}
+        self.modules: set[str] = set()  # the names of all modules
         # Every weight of the model, targeted or not: {weight: names of the modules that have it}.
         self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for name, module in model.named_modules(remove_duplicate=False):
+            self.modules.add(name)
             weight = getattr(module, "weight", None)
             if isinstance(weight, torch.Tensor):
                 if weight not in self._owners:

@@ -1,96 +1,147 @@
-"""Statistics of all slots of a model under a recipe, and the qparams that follow from them."""
+"""Statistics of all slots of a calibration, by slot."""
 
-import copy
-import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
-from torch import nn
 
-from inlay.errors import ConfigurationError, StatisticsError
-from inlay.nodes.observe import Observe, SlotState
-from inlay.nodes.quantize import fold_weight
-from inlay.observers import (
-    Observer,
-    QParamsDict,
-    sync_observers,
-)
-from inlay.progress import watched
-from inlay.recipe import Plan, Recipe, Slot, make_observer
-from inlay.statistics.on_disk import SlotStatistics
+from inlay.collectives import have_ranks
+from inlay.errors import StatisticsError
+from inlay.observers import Observer, QParamsDict
+from inlay.recipe import Plan, Slot
+from inlay.statistics.on_disk import problem_with
+from inlay.statistics.over_ranks import merge_over_ranks
+from inlay.statistics.rule import Rule, TensorSpec
+from inlay.statistics.value import Statistics
 
-__all__ = ["ACCEPTABLE", "Statistics"]
-
-# What `finalize` refuses, and accepts if asked to.
-ACCEPTABLE = {
-    "unobserved": "slots that saw no data stay in full precision",
-    "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
-    "unfused": "layers that are served as one keep global scales of their own",
-}
+__all__ = ["StatisticsBySlot"]
 
 
-class Statistics:
-    """State and qparams of all slots of one calibration."""
+class StatisticsBySlot:
+    """What the slots of a plan have seen, and the qparams once these are computed."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self.plan = Plan(model, recipe)
-        self.show_progress: bool | None = None  # where there is a terminal
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.qparams: dict[str, QParamsDict] | None = None
-        # Weak, like everything that a compiled graph leads to: the model is its owner's.
-        self._modules = {
-            slot.module: weakref.ref(model.get_submodule(slot.module))
-            for slot in self.plan.slots.values()
-        }
-        self._states: dict[str, SlotState] = {}
-        # Statistics of an earlier run, by slot: what a state starts with when it is made.
-        self._stored: dict[str, SlotStatistics] = {}
-        self._folded: dict[str, torch.Tensor] = {}
         self.accepted: frozenset[str] = frozenset()  # problems that `finalize` was told to accept
+        # Slots that always see the same values have the same entry.
+        self._own: dict[str, Statistics] = {}
+        self._sharing: dict[str, tuple[Slot, ...]] = {}
+        # Those of an earlier run; what an entry starts with when a graph first asks for it.
+        self._stored: dict[str, Statistics] = {}
+        self._of_all_ranks: dict[str, Statistics] | None = None
 
     @property
     def is_final(self) -> bool:
         return self.qparams is not None
 
-    def state(self, slots: Sequence[Slot], observe: Observe, device: torch.device) -> SlotState:
-        """The state that these slots share, made when it is first asked for."""
-        states = [self._states.get(slot.name) for slot in slots]
-        known = next((state for state in states if state is not None), None)
+    def entry(
+        self,
+        slots: Sequence[Slot],
+        rule: Rule,
+        specs: Sequence[TensorSpec] | None,
+        device: torch.device,
+    ) -> Statistics:
+        """The statistics that a graph updates for these slots, made when first asked for.
+
+        :param specs: shapes of the statistics; None if the observer keeps them itself
+        """
+        name = slots[0].name
+        known = next((self._own[slot.name] for slot in slots if slot.name in self._own), None)
         if known is None:
-            known = SlotState(slots, observe, device)
-            if slots[0].name in self._stored:
-                known.restore(self._stored[slots[0].name])
-            self._states.update({slot.name: known for slot in slots})
-        elif known.slots != tuple(slots):
+            known = Statistics.start(Rule(slots[0]), specs, device)
+            if name in self._stored:
+                known.restore(self._stored[name])
+            self._own.update({slot.name: known for slot in slots})
+            self._sharing.update({slot.name: tuple(slots) for slot in slots})
+        shared = next(self._sharing[slot.name] for slot in slots if slot.name in self._sharing)
+        if shared != tuple(slots):
             raise StatisticsError(
-                f"one graph of the model observes {_names(known.slots)} as one value, another "
+                f"one graph of the model observes {_names(shared)} as one value, another "
                 f"{_names(slots)}; calibrate with passes without ShareObservers"
             )
-        known.require(observe)
+        _require_same_kind(known, rule, specs)
         return known
 
-    def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
-        """A qparam of a slot, or its folded weight."""
-        assert self.qparams is not None
-        if key == "folded":
-            return self._fold(slot)
-        value = self.qparams[slot.name][key]  # type: ignore[literal-required]
-        assert isinstance(value, torch.Tensor)
-        return value
+    def shared_with(self, slot: Slot) -> tuple[Slot, ...]:
+        """The slots that always see the same values as this one, itself included."""
+        return self._sharing.get(slot.name, ())
 
-    def _fold(self, slot: Slot) -> torch.Tensor:
-        if slot.name not in self._folded:
-            assert self.qparams is not None
-            weight = self._weight(slot)
-            self._folded[slot.name] = fold_weight(weight, slot.args, self.qparams[slot.name])
-        return self._folded[slot.name]
+    def of(self, slot: Slot) -> Statistics | None:
+        """What is known of a slot; over ranks that is what all have seen, once it is finalized."""
+        for known in (self._of_all_ranks or {}, self._own, self._stored):
+            if slot.name in known:
+                return known[slot.name]
+        return None
 
-    def borrowed(self) -> "Statistics":
-        """The same statistics, except that weights folded from now on go when this goes."""
-        borrowed = copy.copy(self)
-        borrowed._folded = dict(self._folded)
-        return borrowed
+    def seen(self, slot: Slot) -> int:
+        """How many values a slot has seen."""
+        known = self.of(slot)
+        return 0 if known is None else int(known.seen)
+
+    def tokens(self, slot: Slot) -> int:
+        """How many tokens a slot has seen, without padding."""
+        known = self.of(slot)
+        return 0 if known is None else int(known.tokens)
+
+    def observer(self, slot: Slot) -> Observer:
+        """An eager observer with what is known of a slot; without statistics if nothing is."""
+        known = self.of(slot)
+        if known is None:
+            return slot.make_observer()
+        observer = known.observer()
+        observer.slot = slot.name
+        return observer
+
+    def snapshot(self) -> dict[str, Statistics]:
+        """The statistics of all slots that have seen anything, as values that stay."""
+        copies: dict[int, Statistics] = {}  # slots that share statistics share the copy
+        found = {}
+        for slot in self._gathering():
+            known = self.of(slot)
+            if known is not None and not known.is_empty:
+                found[slot.name] = copies.setdefault(id(known), known.current())
+        return found
+
+    def merge_ranks(self) -> None:
+        """Merge the statistics of all ranks, if there are any, and answer for all from now on."""
+        if not have_ranks():
+            return
+        slots = {slot.name: slot for slot in self._gathering()}
+        own = {**self._stored, **self._own}
+        merged = merge_over_ranks(slots, own)
+        for name, slots_alike in self._sharing.items():
+            first = slots_alike[0].name
+            if name in merged and first in merged:
+                merged[name] = merged[first]  # equal ones stay one
+        self._of_all_ranks = merged
+
+    def forget_ranks(self) -> None:
+        """Answer for this rank alone again, where the merged statistics were not usable."""
+        self._of_all_ranks = None
+
+    def restore(self, stored: Mapping[str, Statistics]) -> None:
+        """Start from the statistics of an earlier run.
+
+        :raises StatisticsError: if they are of another model, or do not carry this recipe
+        """
+        slots = {slot.name: slot for slot in self._gathering()}
+        _require_same_model(stored, self.plan)
+        problems = {}
+        for name, slot in slots.items():
+            if name not in stored:
+                continue
+            problem = problem_with(stored[name], slot)
+            if problem is None:
+                self._stored[name] = stored[name].for_slot(slot)
+            elif not slot.is_importance:  # a weight may be observed without
+                problems[name] = problem
+        if problems:
+            raise StatisticsError(
+                "the stored statistics do not carry this recipe: "
+                + _grouped(problems)
+                + ". Calibrate again with data"
+            )
 
     def signature(self, module: str | None) -> tuple[Any, ...]:
         """How a module is quantized, and which of its slots have qparams."""
@@ -99,194 +150,50 @@ class Statistics:
         known = tuple(slot.name in self.qparams for slot in self.plan.of_module(module).values())
         return (*self.plan.signature(module), *known)
 
-    def seen(self, slot: Slot) -> int:
-        """How many values a slot has seen."""
-        state = self._states.get(slot.name) or self._stored.get(slot.name)
-        return 0 if state is None else int(state.seen)
-
-    def tokens(self, slot: Slot) -> int:
-        """How many tokens a slot has seen, without padding."""
-        state = self._states.get(slot.name) or self._stored.get(slot.name)
-        return 0 if state is None else int(state.tokens)
-
-    def restore(self, stored: Mapping[str, SlotStatistics]) -> None:
-        """Start from the statistics of an earlier run, as far as they carry this recipe."""
-        wanted = {slot.name: slot for slot in self.plan.activation_slots()}
-        for slot in self.plan.weight_slots():
-            wanted[f"{slot.module}.importance"] = Slot(slot.module, "importance", slot.args)
-        problems = {}
-        for name, slot in wanted.items():
-            if name not in stored:
-                continue
-            problem = stored[name].problem(slot.args, slot.base_name)
-            if problem is None:
-                self._stored[name] = stored[name]
-            elif slot.base_name != "importance":  # a weight may be observed without
-                problems[name] = problem
-        if problems:
-            raise StatisticsError(
-                "the stored statistics do not carry this recipe: "
-                + "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-                + ". Calibrate again with data"
-            )
-
-    def snapshot(self) -> dict[str, SlotStatistics]:
-        """Statistics gathered so far, by slot, to be stored."""
-        found = dict(self._stored)
-        for state in dict.fromkeys(self._states.values()):
-            if int(state.seen) == 0:
-                continue
-            tensors = state.statistics()
-            for slot in state.slots:
-                found[slot.name] = SlotStatistics(
-                    base_name=slot.base_name,
-                    args=slot.args,
-                    seen=int(state.seen),
-                    tokens=int(state.tokens),
-                    tensors=tensors,
-                )
-        return found
-
-    def activation_observer(self, slot: Slot) -> Observer:
-        """An eager observer with what is known of a slot; without statistics if nothing is."""
-        state, stored = self._states.get(slot.name), self._stored.get(slot.name)
-        if state is not None:
-            observer = state.observed()
-        else:
-            observer = make_observer(slot.base_name, slot.args)
-            if stored is not None:
-                for name, tensor in stored.tensors.items():
-                    setattr(observer, name, tensor.clone())
-                observer._unsynced_observations = stored.seen
-        observer.slot = slot.name
-        return observer
-
-    def shared_with(self, slot: Slot) -> tuple[Slot, ...]:
-        state = self._states.get(slot.name)
-        return () if state is None else state.slots
-
-    def finalize(self, accept: Collection[str] = ()) -> dict[str, QParamsDict]:
-        """Compute the qparams of all slots, after checking that they can be computed."""
-        unknown = sorted(set(accept) - set(ACCEPTABLE))
-        if unknown:
-            raise ConfigurationError(
-                f"cannot accept {', '.join(unknown)}; what can be accepted is "
-                + "; ".join(f"{name}: {meaning}" for name, meaning in ACCEPTABLE.items())
-            )
-        if self.qparams is None:
-            self.qparams = self._compute(frozenset(accept))
-            self.accepted = frozenset(accept)
-        return self.qparams
-
-    def _compute(self, accept: frozenset[str]) -> dict[str, QParamsDict]:
-        observers = self._activation_observers(accept)
-        observers.update(self._weight_observers(accept))
-        qparams: dict[str, QParamsDict] = {}
-        broken = []
-        known: dict[int, str] = {}  # slots that share a state share what follows from it
-        for name, observer in watched(
-            observers.items(), "computing scales", show=self.show_progress
-        ):
-            state = self._states.get(name)
-            alike = None if state is None else known.setdefault(id(state), name)
-            if alike in qparams:
-                qparams[name] = qparams[alike]
-                continue
-            try:
-                qparams[name] = observer.get_qparams()
-            except StatisticsError as error:
-                broken.append(str(error))
-        if broken and "not_finite" not in accept:
-            raise StatisticsError(
-                f"{len(broken)} slots have no usable statistics: "
-                + "; ".join(broken)
-                + '. finalize(accept={"not_finite"}) leaves them in full precision'
-            )
-        return qparams
-
-    def _activation_observers(self, accept: frozenset[str]) -> dict[str, Observer]:
-        slots = list(self.plan.activation_slots())
-        # A rank that never ran a slot takes part in the merge with an observer all the same.
-        observers = {slot.name: self.activation_observer(slot) for slot in slots}
-        sync_observers(observers.values())
-        unobserved = [name for name, observer in observers.items() if not observer.has_statistics]
-        if unobserved and "unobserved" not in accept:
-            raise StatisticsError(
-                f"{len(unobserved)} of {len(slots)} slots saw no data: {', '.join(unobserved)}. "
-                "Run batches that reach them, ignore their modules in the recipe, or leave them in "
-                'full precision with finalize(accept={"unobserved"})'
-                + _hint_for_attention(unobserved)
-            )
-        return {name: o for name, o in observers.items() if name not in set(unobserved)}
-
-    def _weight_observers(self, accept: frozenset[str]) -> dict[str, Observer]:
-        observers = {}
-        for slot in self.plan.weight_slots():
-            observer = make_observer("weight", slot.args)
-            observer.slot = slot.name
-            name = f"{slot.module}.importance"
-            importance = self._states.get(name) or self._stored.get(name)
-            if importance is not None and int(importance.seen) > 0 and observer.observes_input:
-                for name, tensor in importance.tensors.items():
-                    setattr(observer, name, tensor.clone())
-            observers[slot.name] = observer
-        weighted = [o for o in observers.values() if o.observes_input]
-        sync_observers(weighted)
-        self._fuse(observers, accept)
-        observed: dict[tuple[int, str], Observer] = {}
-        for slot in watched(self.plan.weight_slots(), "observing weights", show=self.show_progress):
-            # Tied weights are one weight, as long as they are quantized alike.
-            weight = self._weight(slot)
-            observer = observed.setdefault((id(weight), repr(slot.args)), observers[slot.name])
-            if observer is observers[slot.name]:
-                observer(weight.detach())
-            observers[slot.name] = observer
-        return observers
-
-    def _fuse(self, observers: dict[str, Observer], accept: frozenset[str]) -> None:
-        """Link the observers of layers that share a global scale."""
-        refused = []
-        for parent, members in self.plan.fused_groups():
-            group = {m: observers.get(f"{parent}{m}.weight") for m in members}
-            formats = {m: _global_format(observer) for m, observer in group.items()}
-            if not any(formats.values()):
-                continue
-            if len(set(formats.values())) > 1:
-                found = (f"{m} ({format or 'no global scale'})" for m, format in formats.items())
-                refused.append(f"{parent}{{{', '.join(found)}}}")
-                continue
-            Observer.fuse(o for o in group.values() if o is not None)
-        if refused and "unfused" not in accept:
-            raise StatisticsError(
-                "layers that are served as one need one global scale, and so the same scheme: "
-                + "; ".join(refused)
-                + '. Target or ignore all of them, or use finalize(accept={"unfused"})'
-            )
-
-    def _weight(self, slot: Slot) -> torch.Tensor:
-        module = self._modules[slot.module]()
-        if module is None:
-            raise StatisticsError(f"the model is gone, and with it the weight of {slot.module}")
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
+    def _gathering(self) -> Iterable[Slot]:
+        yield from self.plan.activation_slots()
+        yield from self.plan.importance_slots()
 
 
-def _hint_for_attention(unobserved: list[str]) -> str:
-    if not any(name.rpartition(".")[2] in ("q", "k", "v") for name in unobserved):
-        return ""
-    return (
-        ". Attention is observed where scaled_dot_product_attention computes it; load the model "
-        'with attn_implementation="sdpa"'
-    )
+def _require_same_kind(known: Statistics, rule: Rule, specs: Sequence[TensorSpec] | None) -> None:
+    """Refuse a graph that would write statistics of another kind into an entry."""
+    kept = None if known.live is not None else {n: _kind(t) for n, t in known.tensors.items()}
+    wanted = None if specs is None else {s.name: (s.shape, s.dtype, s.device) for s in specs}
+    if known.rule != rule or kept != wanted:
+        now = "statistics of its own" if specs is None else ", ".join(map(str, specs))
+        raise StatisticsError(
+            f"{known.slot.name} was observed as {known.described()} and is now observed as {now}; "
+            "calibrate in one dtype and on one device"
+        )
+
+
+def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _require_same_model(stored: Mapping[str, Statistics], plan: Plan) -> None:
+    strange = [
+        known.slot.module for known in stored.values() if known.slot.module not in plan.modules
+    ]
+    if stored and len(strange) == len(stored):
+        raise StatisticsError(
+            f"the stored statistics are of another model: they are of {strange[0]} and the like, "
+            f"which this model does not have. Give the model that was calibrated"
+        )
+
+
+def _grouped(problems: Mapping[str, str]) -> str:
+    """Problems with the slots that have them, the first few by name."""
+    alike: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        alike.setdefault(problem, []).append(name)
+    return "; ".join(f"{_first(names)}: {problem}" for problem, names in alike.items())
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _names(slots: Iterable[Slot]) -> str:
     return ", ".join(slot.name for slot in slots)
-
-
-def _global_format(observer: Observer | None) -> str | None:
-    if observer is None or observer.args.strategy != QuantizationStrategy.TENSOR_GROUP:
-        return None
-    args = observer.args
-    return f"{args.type}{args.num_bits} in groups of {args.group_size}"

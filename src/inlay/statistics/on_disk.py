@@ -1,10 +1,10 @@
 """Statistics on disk: kept while a run goes on, taken up again, merged, asked anew."""
 
+import functools
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,29 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import distributed as dist
 
 from inlay._version import __version__
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.observers import Observer, default_observer
+from inlay.files import write_atomically, written_atomically
+from inlay.observers import Observer
+from inlay.ranges.args import key_of
+from inlay.recipe import Recipe, Slot, make_observer
+from inlay.statistics.over_ranks import sum_over_ranks
+from inlay.statistics.value import Statistics, merge
 
-__all__ = ["FILE_NAME", "FOLDER_NAME", "DataSeen", "SlotStatistics", "StoredStatistics"]
+__all__ = [
+    "FILE_NAME",
+    "FOLDER_NAME",
+    "DataSeen",
+    "StoredStatistics",
+    "problem_with",
+    "with_gathering_observers",
+]
 
 FILE_NAME = "statistics.safetensors"
 FOLDER_NAME = "statistics"  # in the folder of a checkpoint, where vLLM takes all safetensors for it
 _JSON_NAME = "statistics.json"
-_VERSION = 1
+_VERSION = 2
 _METADATA = "inlay"
 
 
@@ -50,39 +61,11 @@ class DataSeen:
             digest=together,
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class SlotStatistics:
-    """Statistics of one slot, and the rule they were gathered by.
-
-    :param seen: how many values
-    :param tokens: how many tokens, without padding
-    """
-
-    base_name: str
-    args: QuantizationArgs
-    seen: int
-    tokens: int
-    tensors: Mapping[str, torch.Tensor] = field(repr=False)
-
-    @property
-    def observer(self) -> str:
-        return self.args.observer or default_observer(self.base_name)
-
-    def problem(self, args: QuantizationArgs, base_name: str) -> str | None:
-        """Why these statistics do not carry qparams for other arguments, if they do not."""
-        wanted = args.observer or default_observer(base_name)
-        ours, theirs = (Observer.get_value_from_registry(n) for n in (self.observer, wanted))
-        if base_name == "importance" and issubclass(ours, theirs):
-            return None  # what is weighed does not depend on how the weight is quantized
-        if args.strategy != self.args.strategy or args.group_size != self.args.group_size:
-            return f"they are per {_name(self.args.strategy)}, not per {_name(args.strategy)}"
-        if not issubclass(ours, theirs) or not theirs._act_sync_dict:
-            return f"{self.observer} gathered them, which is not what {wanted} needs"
-        if ours.any_format and theirs.any_format:
-            return None
-        same = _format(args) == _format(self.args)
-        return None if same else f"{self.observer} gathered them for another format"
+    def of_all_ranks(self) -> "DataSeen":
+        """What all ranks together have seen; what this one has, if there are no others."""
+        names = ("batches", "samples", "tokens", "padding_tokens")
+        total = sum_over_ranks({name: getattr(self, name) for name in names})
+        return DataSeen(**total, digest=self.digest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +77,7 @@ class StoredStatistics:
     """
 
     recipe: Mapping[str, Any]
-    slots: Mapping[str, SlotStatistics]
+    slots: Mapping[str, Statistics]
     model: str = ""
     data: str = ""
     data_seen: DataSeen = DataSeen()
@@ -107,19 +90,21 @@ class StoredStatistics:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}
-        places: dict[int, str] = {}
+        places: dict[int, str] = {}  # slots that share their statistics have the same tensors
         described: dict[str, Any] = {}
-        for name, slot in self.slots.items():
+        for name, known in self.slots.items():
             keys = {}
-            for key, tensor in slot.tensors.items():
+            for key, tensor in known.tensors.items():
                 place = places.setdefault(id(tensor), f"{name}/{key}")
                 tensors.setdefault(place, tensor.detach().contiguous())
                 keys[key] = place
             described[name] = {
-                "base_name": slot.base_name,
-                "args": slot.args.model_dump(mode="json"),
-                "seen": slot.seen,
-                "tokens": slot.tokens,
+                "module": known.slot.module if name == known.slot.name else name.rpartition(".")[0],
+                "base_name": name.rpartition(".")[2],
+                "args": known.slot.args.model_dump(mode="json"),
+                "seen": int(known.seen),
+                "tokens": int(known.tokens),
+                "is_complete": known.is_complete,
                 "tensors": keys,
             }
         content = {
@@ -133,15 +118,9 @@ class StoredStatistics:
         }
         text = json.dumps(content, indent=1)
         path = folder / FILE_NAME
-        partial = folder / f".{FILE_NAME}.{os.getpid()}.partial"
-        try:
+        with written_atomically(path) as partial:
             save_file(tensors, partial, metadata={_METADATA: text})
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-        partial = folder / f".{_JSON_NAME}.{os.getpid()}.partial"
-        partial.write_text(text)
-        os.replace(partial, folder / _JSON_NAME)
+        write_atomically(folder / _JSON_NAME, text)
         return path
 
     @classmethod
@@ -165,12 +144,14 @@ class StoredStatistics:
                 "read it with the Inlay that wrote it"
             )
         slots = {
-            name: SlotStatistics(
-                base_name=slot["base_name"],
-                args=QuantizationArgs.model_validate(slot["args"]),
-                seen=slot["seen"],
-                tokens=slot["tokens"],
+            name: Statistics(
+                slot=Slot(
+                    slot["module"], slot["base_name"], QuantizationArgs.model_validate(slot["args"])
+                ),
+                seen=torch.tensor(slot["seen"]),
+                tokens=torch.tensor(slot["tokens"]),
                 tensors={key: tensors[place] for key, place in slot["tensors"].items()},
+                is_complete=slot["is_complete"],
             )
             for name, slot in content["slots"].items()
         }
@@ -183,14 +164,14 @@ class StoredStatistics:
         )
 
     def merge(self, *others: "StoredStatistics") -> "StoredStatistics":
-        """Statistics of several runs as one, as ranks of one run are merged."""
+        """The statistics of several runs as those of one, merged as the ranks of one run are."""
         runs = [self, *others]
         problems = []
         merged = {}
         for name in dict.fromkeys(name for run in runs for name in run.slots):
             parts = [run.slots[name] for run in runs if name in run.slots]
             try:
-                merged[name] = _merged(parts)
+                merged[name] = functools.reduce(merge, parts)
             except StatisticsError as error:
                 problems.append(f"{name}: {error}")
         if problems:
@@ -210,46 +191,65 @@ class StoredStatistics:
         )
 
 
-def _merged(parts: list[SlotStatistics]) -> SlotStatistics:
-    first = parts[0]
-    for part in parts[1:]:
-        if part.args != first.args:
-            raise StatisticsError("they were gathered by other rules")
-    cls = Observer.get_value_from_registry(first.observer)
-    missing = sorted(set(first.tensors) - set(cls._act_sync_dict))
-    if missing and len(parts) > 1:
-        raise StatisticsError(f"{first.observer} keeps {', '.join(missing)} of the last batch only")
-    tensors = {
-        key: _reduced(cls._act_sync_dict.get(key), [(p.tensors[key], p.seen) for p in parts])
-        for key in first.tensors
-    }
-    return replace(
-        first,
-        seen=sum(part.seen for part in parts),
-        tokens=sum(part.tokens for part in parts),
-        tensors=tensors,
-    )
+def problem_with(stored: Statistics, slot: Slot) -> str | None:
+    """Why stored statistics do not carry the qparams of a slot, if they do not."""
+    gathered, wanted = stored.slot.observer_class, slot.observer_class
+    if slot.is_importance and issubclass(gathered, wanted):
+        return None  # how much a channel matters does not depend on how the weight is quantized
+    if not stored.is_complete:
+        return f"{stored.slot.observer} keeps what it learns outside of tensors, and so not on disk"
+    by, args = stored.slot.args, slot.args
+    of_same_values = issubclass(gathered, wanted) and bool(wanted._act_sync_dict)
+    any_format = gathered.any_format and wanted.any_format
+    if of_same_values and any_format and slot.needed_qparams == ("global_scale",):
+        return None  # it follows from the extremes, whatever these are of
+    if args.strategy != by.strategy or args.group_size != by.group_size:
+        return f"they are per {_value(by.strategy)}, not per {_value(args.strategy)}"
+    if not of_same_values:
+        return f"{stored.slot.observer} gathered them, which is not what {slot.observer} needs"
+    if any_format or key_of(args) == key_of(by):
+        return None
+    return f"{stored.slot.observer} gathered them for another format"
 
 
-def _reduced(operation: Any, values: Iterable[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    tensors, weights = zip(*values, strict=True)
-    if len(tensors) == 1:
-        return tensors[0]  # type: ignore[no-any-return]
-    stacked = torch.stack([tensor.double() for tensor in tensors])
-    if operation == dist.ReduceOp.AVG:
-        shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
-        stacked = stacked * shares.reshape(-1, *[1] * tensors[0].ndim)
-    reduce = {dist.ReduceOp.MIN: torch.amin, dist.ReduceOp.MAX: torch.amax}.get(
-        operation, torch.sum
-    )
-    result: torch.Tensor = reduce(stacked, dim=0)
-    return result.to(tensors[0].dtype)
+def with_gathering_observers(recipe: Recipe, stored: Mapping[str, Statistics]) -> Recipe:
+    """The recipe, asking for the observers that gathered the statistics where it names none."""
+    config = recipe.config.model_copy(deep=True)
+    for scheme in config.config_groups.values():
+        for base_name, part in (("input", "input_activations"), ("output", "output_activations")):
+            setattr(scheme, part, _as_gathered(getattr(scheme, part), base_name, stored))
+    config.kv_cache_scheme = _as_gathered(config.kv_cache_scheme, "k", stored)
+    return Recipe(config)
 
 
-def _format(args: QuantizationArgs) -> dict[str, Any]:
-    fields: dict[str, Any] = args.model_dump(mode="json")
-    return fields
+def _as_gathered(
+    args: QuantizationArgs | None, base_name: str, stored: Mapping[str, Statistics]
+) -> QuantizationArgs | None:
+    if args is None or args.observer is not None or args.dynamic is True:
+        return args
+    of_kind = [known.slot for known in stored.values() if known.slot.base_name == base_name]
+    choices = {(slot.observer, str(slot.args.observer_kwargs)): slot for slot in of_kind}
+    if len(choices) != 1:
+        return args
+    (slot,) = choices.values()
+    wanted = {"observer": slot.observer, "observer_kwargs": slot.args.observer_kwargs}
+    for change in (wanted, *_simpler_observers(slot)):
+        chosen = args.model_copy(update=change)
+        try:
+            make_observer(base_name, chosen)
+        except ConfigurationError:  # it does not work with this strategy
+            continue
+        return chosen
+    return args
 
 
-def _name(strategy: Any) -> str:
-    return str(getattr(strategy, "value", strategy))
+def _simpler_observers(slot: Slot) -> Iterator[dict[str, Any]]:
+    """Observers whose statistics are among those of the slot's observer."""
+    bases = slot.observer_class.__mro__[1:]
+    for name in sorted(Observer.registered_names()):
+        if Observer.get_value_from_registry(name) in bases:
+            yield {"observer": name.replace("-", "_"), "observer_kwargs": {}}
+
+
+def _value(member: Any) -> str:
+    return str(getattr(member, "value", member))

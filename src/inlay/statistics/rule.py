@@ -1,24 +1,22 @@
-"""Rules: how a value is observed, as a function from state to state.
+"""Rules: how a value is observed, as a function from statistics to statistics."""
 
-An observer is a class that keeps its statistics in attributes. A graph wants a function. The
-functional view sets the state as attributes on a shadow of the observer, lets it take in a value,
-and reads the attributes back.
-"""
-
-import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from compressed_tensors.quantization.utils import calculate_range
 
 from inlay.errors import StatisticsError
-from inlay.observers import Observer, flatten_for_calibration
-from inlay.recipe import Slot, make_observer
+from inlay.observers import MeasuringObserver, Observer, flatten_for_calibration
+from inlay.ranges.args import key_of
+from inlay.recipe import Slot
+from inlay.statistics.functional import run_on_shadow, tensors_of
 from inlay.torch_private import allow_real_tensors, fake_mode_of, without_fake_mode
 
-__all__ = ["Rule", "TensorSpec", "tensors_of", "warm_up"]
+__all__ = ["Rule", "TensorSpec"]
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,16 +33,19 @@ class TensorSpec:
 
 
 class Rule:
-    """How a value is observed: an observer without statistics, and what it is asked to do."""
+    """How the values of a slot are observed.
+
+    Slots with equal rules observe the same value in the same way. A built-in observer measures a
+    value and merges what it measured; any other goes through the functional view.
+    """
 
     def __init__(self, slot: Slot) -> None:
-        self.watches_input_of_weight = slot.base_name == "importance"
-        base_name = "weight" if self.watches_input_of_weight else slot.base_name
-        self.observer = make_observer(base_name, slot.args)
-        self.name = slot.args.observer or type(self.observer).__name__
-        # Slots with equal keys observe the same value in the same way.
-        kind = "attention" if base_name in "qkv" else base_name.replace("output", "input")
-        self.key = (type(self.observer), kind, self.watches_input_of_weight, repr(slot.args))
+        self.slot = slot
+        self.name = slot.observer
+        self.observer = slot.make_observer()
+        kind = "attention" if slot.is_attention else slot.base_name.replace("output", "input")
+        self.key = (type(self.observer), kind, key_of(slot.args))
+        self.measures = _measures(type(self.observer), of_input=slot.is_importance)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rule) and self.key == other.key
@@ -52,96 +53,48 @@ class Rule:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def take_in(
-        self, observer: Observer, value: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> None:
-        """Let an observer with statistics of its own see a value."""
-        self._take_in(observer, self.flatten(value), self.valid(value, mask))
-
-    def flatten(self, value: torch.Tensor) -> torch.Tensor:
-        """The value in the shape that the observer takes in."""
-        if self.watches_input_of_weight:
-            return value
-        return flatten_for_calibration(value, self.observer.base_name, self.observer.args)
+    @property
+    def leaves_out_padding(self) -> bool:
+        """Whether the observer can leave padding out of a value in the shape that it has."""
+        method = (
+            "observe_valid_input" if self.slot.is_importance else "update_statistics_from_valid"
+        )
+        return getattr(type(self.observer), method) is not getattr(Observer, method)
 
     def valid(self, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Which observations of the flattened value count, of shape (num_observations,)."""
         if mask is None:
             return None
         valid = mask.reshape(-1) != 0
-        repeats = 1 if self.is_attention else math.prod(value.shape[mask.ndim : -1])
+        repeats = 1 if self.slot.is_attention else math.prod(value.shape[mask.ndim : -1])
         if value.ndim <= mask.ndim or repeats == 1:
             return valid
         return valid.unsqueeze(-1).expand(-1, repeats).reshape(-1)
 
     def tokens(self, value: torch.Tensor) -> int:
         """How many observations a value is."""
-        return math.prod(value.shape[0:3:2] if self.is_attention else value.shape[:-1])
-
-    @property
-    def is_attention(self) -> bool:
-        return self.observer.base_name in ("q", "k", "v")
-
-    @property
-    def leaves_out_padding(self) -> bool:
-        """Whether the observer can, in the shape that the value has."""
-        of, method = type(self.observer), "update_statistics_from_valid"
-        if self.watches_input_of_weight:
-            method = "observe_valid_input"
-        return getattr(of, method) is not getattr(Observer, method)
-
-    def _take_in(self, observer: Observer, flat: torch.Tensor, valid: torch.Tensor | None) -> None:
-        if self.watches_input_of_weight:
-            if valid is None:
-                observer.observe_input(flat)
-            else:
-                observer.observe_valid_input(flat.reshape(-1, flat.size(-1)), valid)
-        elif valid is None:
-            observer.update_statistics_from_observed(flat)
-        else:
-            observer.update_statistics_from_valid(flat, valid)
-
-    def constants(self) -> dict[str, torch.Tensor]:
-        """Tensors the observer has before it sees anything: the start of its state."""
-        return tensors_of(self.observer)
-
-    def run(
-        self,
-        flat: torch.Tensor,
-        state: dict[str, torch.Tensor],
-        valid: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Take in a flattened value on top of `state` and return the tensors there are then."""
-        shadow = copy.copy(self.observer)
-        shadow._buffers = dict(shadow._buffers)
-        for name, tensor in state.items():
-            setattr(shadow, name, tensor.clone())
-        before = _plain_values(shadow)
-        self._take_in(shadow, flat, valid)
-        after = _plain_values(shadow)
-        changed = [name for name in after if not _same(before.get(name), after[name])]
-        if changed:
-            raise StatisticsError(
-                f"it keeps what it learns in {', '.join(changed)}, which is not a tensor"
-            )
-        return tensors_of(shadow)
+        return math.prod(value.shape[0:3:2] if self.slot.is_attention else value.shape[:-1])
 
     def specs(self, value: torch.Tensor) -> tuple[TensorSpec, ...]:
-        """What the state looks like, found by observing a value without data in it.
+        """Find the shapes of the statistics by observing a value without data.
 
-        Raises whatever the observer raises if it cannot do without data.
+        :raises Exception: whatever the observer raises if it cannot do without data
         """
-        warm_up(self.observer, value.device)
+        # compressed-tensors remembers ranges by type, bits and device. If its first call were made
+        # while tracing, it would remember tensors without data, for good.
+        with without_fake_mode():
+            calculate_range(self.observer.args, value.device)
         mode = fake_mode_of(value)
         assert mode is not None, "specs are found with fake tensors"
         with mode, allow_real_tensors(mode), torch.no_grad():
+            if self.measures:
+                return _specs(self.measure(value))
             start = {
                 name: torch.empty_like(tensor, device=value.device)
-                for name, tensor in self.constants().items()
+                for name, tensor in tensors_of(self.observer).items()
             }
-            flat = self.flatten(value)
-            first = self.run(flat, start)
-            later = self.run(flat, first)
+            first = self._shadowed(start, value, None)
+            later = self._shadowed(first, value, None)
         specs = _specs(first)
         if _specs(later) != specs:
             raise StatisticsError(
@@ -151,39 +104,119 @@ class Rule:
             raise StatisticsError("the shape of its statistics depends on that of the value")
         return specs
 
+    def start(self, specs: tuple[TensorSpec, ...]) -> Tensors:
+        """The statistics before any value."""
+        given = {} if self.measures else tensors_of(self.observer)
+        return {
+            spec.name: (
+                given[spec.name].to(spec.device).clone()
+                if spec.name in given
+                else torch.full(
+                    spec.shape, self._start_of(spec), dtype=spec.dtype, device=spec.device
+                )
+            )
+            for spec in specs
+        }
 
-def warm_up(observer: Observer, device: torch.device) -> None:
-    """Let compressed-tensors cache its ranges with real tensors.
+    def _start_of(self, spec: TensorSpec) -> float:
+        number = self._merged_start(spec.name, spec.dtype)
+        return 0.0 if number is None else number
 
-    It remembers them by type, bits and device. Were the first call for a key made while tracing, a
-    tensor without data would be remembered, for good.
-    """
-    with without_fake_mode():
-        calculate_range(observer.args, device)
+    def _merged_start(self, name: str, dtype: torch.dtype) -> float | None:
+        """The number from which a first value is merged like any other, if there is one."""
+        if not isinstance(self.observer, MeasuringObserver) or not self.measures:
+            return None
+        reduction = self.observer.reduction(name)
+        return None if reduction is None else reduction.start(dtype)
+
+    def measure(self, value: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
+        """Compute the statistics of a value alone, for a built-in observer."""
+        assert isinstance(self.observer, MeasuringObserver)
+        if self.slot.is_importance:
+            return self.observer.measure_input(value, valid)
+        return self.observer.measure(self._flat(value), valid)
+
+    def after(
+        self,
+        before: Tensors,
+        seen: torch.Tensor,
+        value: torch.Tensor,
+        valid: torch.Tensor | None = None,
+    ) -> Tensors:
+        """Compute the statistics after a value from those before it.
+
+        :param seen: how many values there were before
+        """
+        is_first = seen == 0
+        if self.measures:
+            assert isinstance(self.observer, MeasuringObserver)
+            first = self.measure(value, valid)
+            later = self.observer.follow(before, first)
+        else:
+            # Code that asks whether statistics are there behaves in two ways; both are traced.
+            start = {name: before[name] for name in tensors_of(self.observer)}
+            first = self._shadowed(start, value, valid)
+            later = first if len(start) == len(before) else self._shadowed(before, value, valid)
+        after = {
+            name: (
+                later[name]
+                if later[name] is first[name] or self._merged_start(name, tensor.dtype) is not None
+                else torch.where(is_first, first[name], later[name])
+            )
+            for name, tensor in before.items()
+        }
+        if valid is None:
+            return after
+        # A batch of nothing but padding changes nothing.
+        return {name: torch.where(valid.any(), after[name], before[name]) for name in before}
+
+    def take_in(self, observer: Observer, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Let an observer with statistics of its own see a value."""
+        self._take_in(observer, value, self.valid(value, mask))
+
+    def _shadowed(
+        self,
+        statistics: Mapping[str, torch.Tensor],
+        value: torch.Tensor,
+        valid: torch.Tensor | None,
+    ) -> Tensors:
+        return run_on_shadow(
+            self.observer, statistics, lambda shadow: self._take_in(shadow, value, valid)
+        )
+
+    def _take_in(self, observer: Observer, value: torch.Tensor, valid: torch.Tensor | None) -> None:
+        if not self.slot.is_importance:
+            flat = self._flat(value)
+            if valid is None:
+                observer.update_statistics_from_observed(flat)
+            else:
+                observer.update_statistics_from_valid(flat, valid)
+        elif valid is None:
+            observer.observe_input(value)
+        else:
+            observer.observe_valid_input(value.reshape(-1, value.size(-1)), valid)
+
+    def _flat(self, value: torch.Tensor) -> torch.Tensor:
+        return flatten_for_calibration(value, self.observer.base_name, self.observer.args)
 
 
-def tensors_of(observer: Observer) -> dict[str, torch.Tensor]:
-    """What the observer keeps in tensors, by name."""
-    own = {**vars(observer), **observer._buffers}
-    return {name: value for name, value in sorted(own.items()) if isinstance(value, torch.Tensor)}
+def _measures(cls: type[Observer], *, of_input: bool) -> bool:
+    """Whether an observer takes in values by measuring and merging, and in no other way."""
+    if not issubclass(cls, MeasuringObserver):
+        return False
+    methods = (
+        ("observe_input", "observe_valid_input")
+        if of_input
+        else ("update_statistics_from_observed", "update_statistics_from_valid")
+    )
+    return all(
+        getattr(cls, method) is getattr(MeasuringObserver, method)
+        for method in (*methods, "_take_in")
+    )
 
 
-def _plain_values(observer: Observer) -> dict[str, Any]:
-    """Attributes that are not tensors; those that torch keeps for itself do not count."""
-    ignored = {"_buffers", "_parameters", "_modules"}
-    return {
-        name: value
-        for name, value in vars(observer).items()
-        if not isinstance(value, torch.Tensor) and name not in ignored and value is not None
-    }
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is other or bool(type(one) is type(other) and one == other)
-
-
-def _specs(tensors: dict[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+def _specs(tensors: Tensors) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(name, tuple(tensor.shape), tensor.dtype, tensor.device)
-        for name, tensor in tensors.items()
+        for name, tensor in sorted(tensors.items())
     )

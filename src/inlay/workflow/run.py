@@ -13,7 +13,6 @@ from inlay.checkpoint.loading import require_full_precision
 from inlay.data.batch import count_tokens, digest, on_device_of, varying_sizes
 from inlay.data.sources import Batches, batches_of
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.nodes.observe import Observe
 from inlay.progress import Bar
 from inlay.recipe import Recipe
 from inlay.run_record import Record, Stages
@@ -77,7 +76,7 @@ def calibrate(
     options = {"compiler": compiler, "count_padding": count_padding, "progress": progress}
     keeper = _Keeper(None if statistics is None else Path(statistics), _name_of(model), batches)
     calibration = keeper.begin(model, recipe, resume, **options)
-    if calibration.statistics.plan.needs_data:
+    if calibration.plan.needs_data:
         _observe(calibration, model, batches, stages, keeper, count_padding)
     with stages("searching ranges"):
         calibration.finalize(accept=accept)
@@ -108,7 +107,7 @@ def _observe(
     again = DataSeen()  # what is passed over, for it was observed before
     checked = 0  # graphs that are known to leave out padding
     varying = varying_sizes(batches if _count(batches) else ())
-    show = calibration.statistics.show_progress
+    show = calibration.show_progress
     with Bar("calibrating", total=_count(batches), unit="tokens", show=show) as bar:
         for batch in batches:
             tokens, padding = count_tokens(batch)
@@ -124,7 +123,7 @@ def _observe(
                 continue
             _timed(calibration, on_device_of(model, batch, varying), stages)
             if padding and not count_padding and checked < len(calibration.graphs):
-                _require_padding_left_out(calibration)
+                calibration.require_padding_left_out()
                 checked = len(calibration.graphs)
             calibration.data_seen = calibration.data_seen.after(digest(batch), **step)
             bar.advance(tokens)
@@ -184,33 +183,6 @@ class _Keeper:
         if self.folder is not None:
             calibration.stored(model=self.model, data=self.data).save(self.folder)
         self._saved = time.monotonic()
-
-
-def _require_padding_left_out(calibration: Calibration) -> None:
-    """Refuse a batch with padding that the observers could not tell from data."""
-    nodes = [
-        node
-        for graph in calibration.graphs
-        for variant in graph.variants.values()
-        for node in variant.graph_module.graph.nodes
-        if isinstance(node.target, Observe)
-    ]
-    ways_out = "use batch_size=1, or count it with count_padding=True"
-    unable = {
-        node.target.rule.name
-        for node in nodes
-        if node.target.reason is None and not node.target.rule.leaves_out_padding
-    }
-    if unable:
-        raise StatisticsError(
-            f"the batch has padding, which {', '.join(sorted(unable))} cannot leave out: it has no "
-            f"method update_statistics_from_valid; {ways_out}"
-        )
-    if nodes and not any("mask" in node.kwargs for node in nodes):
-        raise StatisticsError(
-            "the batch has padding, and the model reads no attention_mask that would tell it from "
-            f"data; {ways_out}"
-        )
 
 
 def _count(batches: Batches) -> int | None:

@@ -45,7 +45,7 @@ def save(
                 tokenizer=calibration.tokenizer,
                 max_shard_size=max_shard_size,
                 accept=accept,
-                progress=statistics.show_progress,
+                progress=calibration.show_progress,
             )
             stored = calibration.stored(model=record.model, data=record.data)
             stored.save(partial / FOLDER_NAME)

@@ -1,0 +1,84 @@
+"""What graphs are called with besides the model's own inputs: statistics, qparams, weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from inlay.calibration.weights import Weights
+from inlay.graph import fake_value, observes, slot_inputs
+from inlay.nodes.observe import Observe
+from inlay.recipe import Plan, Slot
+from inlay.statistics.by_slot import StatisticsBySlot
+
+__all__ = ["Bindings", "GivenInput", "given_inputs"]
+
+
+class Bindings:
+    """The tensors of one calibration that its graphs take as inputs."""
+
+    def __init__(self, statistics: StatisticsBySlot, weights: Weights) -> None:
+        self.statistics = statistics
+        self.weights = weights
+
+    def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
+        """A qparam of a slot, or its folded weight."""
+        assert self.statistics.qparams is not None
+        qparams = self.statistics.qparams[slot.name]
+        if key == "folded":
+            return self.weights.folded(slot, qparams)
+        value = qparams[key]  # type: ignore[literal-required]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+
+@dataclass(frozen=True)
+class GivenInput:
+    """An input that a pass added to a graph: one of the statistics of slots, or a qparam of one.
+
+    :param slots: as they were traced
+    :param observe: what observes them; None for a qparam or a folded weight
+    """
+
+    key: str
+    slots: tuple[Slot, ...]
+    observe: Observe | None
+    device: torch.device
+
+    def tensor(self, bindings: Bindings, names: dict[str, str]) -> torch.Tensor:
+        """The tensor to pass.
+
+        :param names: from modules as they were traced to those that the graph is called for
+        """
+        slots = [_renamed(slot, names) for slot in self.slots]
+        if self.observe is None:
+            return bindings.quantized_value(slots[0], self.key)
+        specs = None if self.observe.is_opaque else self.observe.specs
+        entry = bindings.statistics.entry(slots, self.observe.rule, specs, self.device)
+        return entry.inputs()[self.key]
+
+
+def given_inputs(gm: GraphModule, plan: Plan) -> list[GivenInput]:
+    """The inputs that passes added to a graph, in order."""
+    observers: dict[str, tuple[tuple[Slot, ...], Observe]] = {}
+    for node in gm.graph.nodes:
+        if isinstance(node.target, Observe):
+            slots = observes(node)
+            observers[slots[0].name] = (slots, node.target)
+    result = []
+    for node, what in slot_inputs(gm.graph).items():
+        slots, observe = observers.get(what.slot, ((), None))
+        slots = slots or (plan.slots[what.slot],)
+        result.append(GivenInput(what.key, slots, observe, fake_value(node).device))
+    return result
+
+
+def _renamed(slot: Slot, names: dict[str, str]) -> Slot:
+    """The slot of the module that takes this one's place in the graph."""
+    if slot.module in names:
+        return slot.moved_to(names[slot.module])
+    for old, new in names.items():  # an attention module is known by a weight inside it
+        inside = old.removeprefix(f"{slot.module}.")
+        if inside != old and new.endswith(f".{inside}"):
+            return slot.moved_to(new.removesuffix(f".{inside}"))
+    return slot

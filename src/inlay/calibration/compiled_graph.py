@@ -1,0 +1,128 @@
+"""A graph of the model after its passes, compiled, and called with what it observes into."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule
+
+from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
+from inlay.graph import copy, fake_value, inputs_of, label_inputs, weight_use
+
+if TYPE_CHECKING:
+    from inlay.calibration.backend import Backend
+
+__all__ = ["CompiledGraph", "Variant", "compile_regions"]
+
+Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A graph after its passes, compiled for one way of quantizing the modules in it.
+
+    :param graph_module: before it was cut into regions
+    :param modules: whose weights it was made with
+    :param inputs: what it takes after the inputs of the model
+    """
+
+    graph_module: GraphModule
+    run: Callable[..., Any]
+    modules: tuple[str | None, ...]
+    inputs: tuple[GivenInput, ...]
+
+
+class CompiledGraph:
+    """One graph of the model. Its slots are found by the weights it is called with."""
+
+    def __init__(self, backend: "Backend", gm: GraphModule) -> None:
+        self.backend = backend
+        self.gm = copy(gm)
+        self.num_outputs = _num_outputs(gm)
+        uses = [weight_use(gm, node) for node in gm.graph.nodes]
+        kinds = {use.weight_node: use.kind for use in uses if use is not None}
+        self._weights = [
+            (position, kinds[node])
+            for position, node in enumerate(inputs_of(gm.graph))
+            if node in kinds
+        ]
+        self.variants: dict[Any, Variant] = {}
+        self._bound: dict[Any, tuple[Callable[..., Any], list[torch.Tensor]]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        run, tensors = self.bind(args)
+        results = run(*args, *tensors)
+        return results if self.backend.pipelines.outputs else (None,) * self.num_outputs
+
+    def unbind(self) -> None:
+        """Let go of statistics and folded weights."""
+        self._bound.clear()
+
+    def bind(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+        """The compiled graph for these weights, and the statistics or qparams of their slots."""
+        bindings = self.backend.bindings
+        statistics = bindings.statistics
+        key = (statistics.is_final, *(id(args[position]) for position, _ in self._weights))
+        bound = self._bound.get(key)
+        if bound is None:
+            modules = tuple(statistics.plan.owner(args[p], kind) for p, kind in self._weights)
+            variant = self._variant(bindings, modules, args)
+            names = _renaming(variant.modules, modules)
+            tensors = [given.tensor(bindings, names) for given in variant.inputs]
+            bound = self._bound[key] = (variant.run, tensors)
+        return bound
+
+    def _variant(
+        self, bindings: Bindings, modules: tuple[str | None, ...], args: Sequence[Any]
+    ) -> Variant:
+        statistics = bindings.statistics
+        key = (statistics.is_final, *(statistics.signature(module) for module in modules))
+        if key not in self.variants:
+            gm = label_inputs(self.gm, args)
+            self.variants[key] = self._compile(bindings, gm, modules)
+        return self.variants[key]
+
+    def _compile(
+        self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]
+    ) -> Variant:
+        pipelines, qparams = self.backend.pipelines, bindings.statistics.qparams
+        whole = pipelines.observing() if qparams is None else pipelines.quantizing(qparams)
+        # The whole graph is kept for people to read; regions are for the compiler.
+        prepared = whole(gm).graph_module
+        regions = pipelines.cutting()(prepared).graph_module
+        run = compile_regions(regions, self.backend.compile)
+        inputs = given_inputs(prepared, bindings.statistics.plan)
+        return Variant(prepared, run, modules, tuple(inputs))
+
+
+def compile_regions(gm: GraphModule, compiler: Compiler) -> Callable[..., Any]:
+    """Compile each distinct region of an outlined graph once, or a graph without any as it is."""
+    if all(node.op in ("placeholder", "get_attr", "output") for node in gm.graph.nodes):
+        return gm.forward  # nothing to compile
+    regions = {str(n.target) for n in gm.graph.find_nodes(op="call_module")}
+    regions = {name for name in regions if name.startswith("region_")}
+    if not regions:
+        return compiler(gm, [fake_value(node) for node in inputs_of(gm.graph)])
+    outer = copy(gm)
+    for name in sorted(regions):
+        body = gm.get_submodule(name)
+        assert isinstance(body, GraphModule)
+        compiled = compiler(body, [fake_value(node) for node in inputs_of(body.graph)])
+        delattr(outer, name)
+        setattr(outer, name, compiled)
+    return outer.forward
+
+
+def _renaming(traced: tuple[str | None, ...], actual: tuple[str | None, ...]) -> dict[str, str]:
+    return {
+        old: new
+        for old, new in zip(traced, actual, strict=True)
+        if old is not None and new is not None
+    }
+
+
+def _num_outputs(gm: GraphModule) -> int:
+    (output,) = gm.graph.find_nodes(op="output")
+    values = output.args[0]
+    return len(values) if isinstance(values, (tuple, list)) else 1

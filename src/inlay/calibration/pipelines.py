@@ -1,0 +1,53 @@
+"""The pipelines of a calibration: to observe, to quantize, to cut into regions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from inlay.graph import Pass, Pipeline
+from inlay.observers import QParamsDict
+from inlay.passes import FINALIZE, PREPARE, LeaveOutPadding, OutlineRepeats, PruneUnobserved
+from inlay.recipe import Plan
+
+__all__ = ["Pipelines"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelines:
+    """Which passes a calibration runs on a graph, in each of its phases.
+
+    :param prepare: passes that make a traced graph observe, as types or as instances
+    :param outputs: whether outputs of the model are wanted, and not only statistics
+    :param count_padding: whether positions that the attention mask leaves out count all the same
+    """
+
+    plan: Plan
+    prepare: Sequence[type[Pass] | Pass] = PREPARE
+    outputs: bool = True
+    count_padding: bool = False
+
+    def observing(self) -> Pipeline:
+        """From a traced graph to one that observes, whole."""
+        without: list[type[Pass]] = [OutlineRepeats]
+        if self.outputs:
+            without.append(PruneUnobserved)
+        if self.count_padding:
+            without.append(LeaveOutPadding)
+        return self._without(*without)
+
+    def quantizing(self, qparams: Mapping[str, QParamsDict]) -> Pipeline:
+        """From a traced graph to one that quantizes, whole.
+
+        Observers are inserted here too: they say which slots share a scale.
+        """
+        observing = self._without(OutlineRepeats, PruneUnobserved, LeaveOutPadding)
+        return Pipeline((*observing.passes, *Pipeline.of(FINALIZE, qparams=qparams).passes))
+
+    def cutting(self) -> Pipeline:
+        """From a whole graph to regions that are compiled on their own, if these are wanted."""
+        return Pipeline(tuple(p for p in self._all().passes if isinstance(p, OutlineRepeats)))
+
+    def _without(self, *left_out: type[Pass]) -> Pipeline:
+        return Pipeline(tuple(p for p in self._all().passes if not isinstance(p, left_out)))
+
+    def _all(self) -> Pipeline:
+        return Pipeline.of(self.prepare, plan=self.plan)

@@ -1,0 +1,48 @@
+"""Weights of a model as they are, and as the quantized model sees them."""
+
+import weakref
+
+import torch
+from torch import nn
+
+from inlay.errors import StatisticsError
+from inlay.nodes.quantize import fold_weight
+from inlay.observers import QParamsDict
+from inlay.recipe import Plan, Slot
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """The weights of the quantized modules of a model, and a cache of the folded ones.
+
+    Modules are referred to weakly: compiled code may outlive the model.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._modules = {
+            slot.module: weakref.ref(model.get_submodule(slot.module))
+            for slot in plan.weight_slots()
+        }
+        self._folded: dict[str, torch.Tensor] = {}
+
+    def plain(self, slot: Slot) -> torch.Tensor:
+        """The weight of a slot as the model has it."""
+        module = self._modules[slot.module]()
+        if module is None:
+            raise StatisticsError(f"the model is gone, and with it the weight of {slot.module}")
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+    def folded(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
+        """The weight of a slot as the quantized model sees it, made when first asked for."""
+        if slot.name not in self._folded:
+            self._folded[slot.name] = fold_weight(self.plain(slot), slot.args, qparams)
+        return self._folded[slot.name]
+
+    def with_own_cache(self) -> "Weights":
+        """The same weights, with a cache of folded ones that goes when this goes."""
+        copied = object.__new__(Weights)
+        copied._modules, copied._folded = self._modules, dict(self._folded)
+        return copied

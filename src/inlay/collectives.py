@@ -1,0 +1,197 @@
+"""Merge statistics over ranks, many at a time.
+
+All statistics travel packed, one collective for each operation and dtype, after two small ones in
+which the ranks agree on what is there. A rank that saw no data learns the shapes from the others
+and sends what changes nothing, so no rank waits for a collective that never comes.
+"""
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from inlay.errors import StatisticsError
+from inlay.reductions import Reduction
+
+__all__ = ["Entry", "have_ranks", "start_merging"]
+
+_MAX_RANK = 8
+_ABSENT = torch.iinfo(torch.int64).min + 1  # negation keeps it in range
+_UNMERGEABLE = -1
+_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One statistic of this rank.
+
+    :param name: names the statistic in errors, such as `fc.input.min_vals`
+    :param kind: says what it is; the same on all ranks
+    :param value: None if this rank has none
+    :param weight: the number of values it stands for
+    :param deliver: takes the merged statistic; it is not called if no rank had any
+    """
+
+    name: str
+    kind: str
+    reduction: Reduction
+    value: torch.Tensor | None
+    weight: int
+    deliver: Callable[[torch.Tensor], None]
+
+
+def have_ranks() -> bool:
+    """Whether there is a process group to merge over."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def start_merging(entries: Sequence[Entry]) -> list[dist.Work]:
+    """Start merging. Waiting for a handle delivers what it carries.
+
+    Every rank must call it with entries of the same kinds in the same order.
+    """
+    device = _wire_device()
+    _require_same_entries(entries, device)
+    layouts = _agree_on_layouts(entries, device)
+    buckets: dict[tuple[Any, torch.dtype], list[_Parcel]] = {}
+    for entry, layout in zip(entries, layouts, strict=True):
+        if layout is not None:
+            key = entry.reduction.operation, entry.reduction.wire_dtype(layout.dtype)
+            buckets.setdefault(key, []).append(_Parcel(entry, layout))
+    return [_send(*key, parcels, device) for key, parcels in buckets.items()]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Shape and dtype of a statistic, the same on all ranks that have it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def encode(value: torch.Tensor) -> list[int]:
+        if value.dtype not in _DTYPES or value.ndim > _MAX_RANK:
+            # Refused when all ranks know of it: one that raises alone leaves the others waiting.
+            return [_UNMERGEABLE] * (2 + _MAX_RANK)
+        padding = [0] * (_MAX_RANK - value.ndim)
+        return [_DTYPES.index(value.dtype), value.ndim, *value.shape, *padding]
+
+    @staticmethod
+    def decode(row: list[int]) -> "_Layout":
+        dtype, ndim, *shape = row
+        return _Layout(_DTYPES[dtype], tuple(shape[:ndim]))
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """An entry on its way."""
+
+    entry: Entry
+    layout: _Layout
+
+    def pack(self, wire: torch.dtype, device: torch.device) -> torch.Tensor:
+        value, reduction = self.entry.value, self.entry.reduction
+        packed = (
+            reduction.nothing(self.layout.shape, wire)
+            if value is None
+            else reduction.pack(value, self.entry.weight)
+        )
+        return packed.to(device)
+
+    def unpack(self, packed: torch.Tensor) -> None:
+        result, own = self.entry.reduction.unpack(packed), self.entry.value
+        if result is None:  # nobody saw anything new
+            return
+        result = result.reshape(self.layout.shape).to(self.layout.dtype)
+        self.entry.deliver(result if own is None else result.to(own.device))
+
+
+class _Delivery(dist.Work):
+    """A collective under way. Waiting for it delivers the merged statistics."""
+
+    def __init__(
+        self, work: dist.Work, merged: Iterable[torch.Tensor], parcels: Iterable[_Parcel]
+    ) -> None:
+        super().__init__()
+        self._work: dist.Work | None = work
+        self._deliveries = list(zip(merged, parcels, strict=True))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._work is not None:
+            self._work.wait(timeout)
+            self._work = None
+            for merged, parcel in self._deliveries:
+                parcel.unpack(merged)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+def _send(op: Any, wire: torch.dtype, parcels: list[_Parcel], device: torch.device) -> dist.Work:
+    packed = [parcel.pack(wire, device) for parcel in parcels]
+    buffer = torch.cat(packed)
+    work = dist.all_reduce(buffer, op=op, async_op=True)
+    assert work is not None
+    return _Delivery(work, torch.split(buffer, [part.numel() for part in packed]), parcels)
+
+
+def _require_same_entries(entries: Sequence[Entry], device: torch.device) -> None:
+    kinds = "\n".join(entry.kind for entry in entries)
+    own = torch.tensor([len(entries), zlib.crc32(kinds.encode())], device=device)
+    both = torch.stack([own, -own])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    if not torch.equal(both[0], -both[1]):
+        raise StatisticsError(
+            f"the ranks do not synchronize the same observers (this one has {len(entries)} "
+            "statistics); call it on every rank with the same observers in the same order"
+        )
+
+
+def _agree_on_layouts(entries: Sequence[Entry], device: torch.device) -> list[_Layout | None]:
+    """The layout of each entry, from the ranks that have it; None where no rank has."""
+    if not entries:
+        return []
+    absent = [_ABSENT] * (2 + _MAX_RANK)
+    rows, negated = [], []
+    for entry in entries:
+        row = None if entry.value is None else _Layout.encode(entry.value)
+        rows.append(row or absent)
+        negated.append([-number for number in row] if row else absent)
+    both = torch.tensor([rows, negated], dtype=torch.int64, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    largest, smallest = both[0].tolist(), (-both[1]).tolist()
+
+    differing = [
+        entry.name
+        for entry, high, low in zip(entries, largest, smallest, strict=True)
+        if high[0] == _UNMERGEABLE or (high[0] != _ABSENT and high != low)
+    ]
+    if differing:
+        raise StatisticsError(
+            "these statistics have other shapes or dtypes on other ranks, or more than "
+            f"{_MAX_RANK} dimensions, or a dtype that cannot be merged: {', '.join(differing)}; "
+            "run the same model in the same dtype on every rank"
+        )
+    return [None if row[0] == _ABSENT else _Layout.decode(row) for row in largest]
+
+
+def _wire_device() -> torch.device:
+    """Gloo and MPI reduce in main memory, the others on the accelerator they are made for."""
+    if any(name in dist.get_backend() for name in ("gloo", "mpi")):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")

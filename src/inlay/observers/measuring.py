@@ -1,0 +1,77 @@
+"""Observers whose statistics are values: measured from one tensor alone, then merged."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+
+import torch
+
+from inlay.observers.base import Observer
+from inlay.reductions import MAXIMUM, MINIMUM, SUM, Reduction, reduction_of
+
+__all__ = ["MeasuringObserver", "Tensors"]
+
+Tensors = dict[str, torch.Tensor]
+
+_IN_ORDER: dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    MINIMUM: torch.min,
+    MAXIMUM: torch.max,
+    SUM: torch.add,
+}
+
+
+class MeasuringObserver(Observer):
+    """An observer that can say what a value alone has to say, and how that follows what was before.
+
+    A subclass implements `measure`. What it measures is merged by the operations of
+    `_act_sync_dict`; a statistic without an operation is that of the last value. One that is
+    neither, such as a moving average, overrides `follow`.
+    """
+
+    @abstractmethod
+    def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
+        """Compute the statistics of a value alone. The observer does not change.
+
+        :param observed: value of shape (num_observations, *qparam_shape, group_size)
+        :param valid: which observations count, of shape (num_observations,); None if all do
+        """
+
+    def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
+        """Compute what an input of the module says about its weight, if `observes_input`.
+
+        :param x: of shape (..., features)
+        :param valid: which rows count, of shape (rows,); None if all do
+        """
+        raise NotImplementedError
+
+    def follow(self, before: Mapping[str, torch.Tensor], measured: Tensors) -> Tensors:
+        """Compute the statistics after one more value from those before it."""
+        return {name: self._after(name, before[name], value) for name, value in measured.items()}
+
+    def _after(self, name: str, before: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        reduction = self.reduction(name)
+        return value if reduction is None else _IN_ORDER[reduction](value, before)
+
+    @classmethod
+    def reduction(cls, name: str) -> Reduction | None:
+        """How a statistic is merged over sources; None if it is that of the last value only."""
+        operation = cls._act_sync_dict.get(name)
+        return None if operation is None else reduction_of(operation, f"{cls.__name__}.{name}")
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self._take_in(self.measure(observed))
+
+    def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
+        self._take_in(self.measure(observed, valid))
+
+    def observe_input(self, x: torch.Tensor) -> None:
+        self._take_in(self.measure_input(x))
+
+    def observe_valid_input(self, x: torch.Tensor, valid: torch.Tensor) -> None:
+        self._take_in(self.measure_input(x, valid))
+
+    def _take_in(self, measured: Tensors) -> None:
+        before = {name: getattr(self, name, None) for name in measured}
+        known = {name: value for name, value in before.items() if value is not None}
+        after = self.follow(known, measured) if len(known) == len(measured) else measured
+        for name, value in after.items():
+            setattr(self, name, value)

@@ -1,0 +1,159 @@
+"""From statistics and weights to the qparams of all slots, after checking that they are sound."""
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+
+from inlay.errors import ConfigurationError, StatisticsError
+from inlay.observers import Observer, QParamsDict, fusion_problem, has_global_scale
+from inlay.progress import watched
+from inlay.ranges.args import key_of
+from inlay.recipe import Slot
+from inlay.statistics.by_slot import StatisticsBySlot
+
+__all__ = ["ACCEPTABLE", "finalize", "known_words"]
+
+# What `finalize` refuses, and accepts if asked to.
+ACCEPTABLE = {
+    "unobserved": "slots that saw no data stay in full precision",
+    "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
+    "unfused": "layers that are served as one keep global scales of their own",
+}
+
+WeightOf = Callable[[Slot], torch.Tensor]
+
+
+def known_words(accept: Collection[str]) -> frozenset[str]:
+    """The problems to accept, after checking that there are such."""
+    unknown = sorted(set(accept) - set(ACCEPTABLE))
+    if unknown:
+        raise ConfigurationError(
+            f"cannot accept {', '.join(unknown)}; what can be accepted is "
+            + "; ".join(f"{name}: {meaning}" for name, meaning in ACCEPTABLE.items())
+        )
+    return frozenset(accept)
+
+
+def finalize(
+    statistics: StatisticsBySlot,
+    weight_of: WeightOf,
+    *,
+    accept: Collection[str] = (),
+    progress: bool | None = None,
+) -> dict[str, QParamsDict]:
+    """Compute the qparams of all slots, and have the statistics keep them.
+
+    Over ranks, the statistics are merged first, and from then on are those of all ranks.
+
+    :param weight_of: gives the weight of a weight slot
+    :param accept: problems to accept instead of raising, of `ACCEPTABLE`
+    """
+    accepted = known_words(accept)
+    if statistics.qparams is None:
+        statistics.merge_ranks()
+        try:
+            found = _Finalization(statistics, weight_of, accepted, progress).qparams()
+        except Exception:
+            statistics.forget_ranks()  # to be merged anew when it is asked again
+            raise
+        statistics.qparams, statistics.accepted = found, accepted
+    return statistics.qparams
+
+
+class _Finalization:
+    def __init__(
+        self,
+        statistics: StatisticsBySlot,
+        weight_of: WeightOf,
+        accept: frozenset[str],
+        progress: bool | None,
+    ) -> None:
+        self.statistics, self.plan = statistics, statistics.plan
+        self.weight_of, self.accept, self.progress = weight_of, accept, progress
+
+    def qparams(self) -> dict[str, QParamsDict]:
+        observers = {**self._activation_observers(), **self._weight_observers()}
+        found: dict[str, QParamsDict] = {}
+        broken = []
+        known: dict[int, str] = {}  # slots that share statistics share what follows from them
+        for name, observer in watched(observers.items(), "computing scales", show=self.progress):
+            shared = self.statistics.of(self.plan.slots[name])
+            alike = None if shared is None else known.setdefault(id(shared), name)
+            if alike in found:
+                found[name] = found[alike]
+                continue
+            try:
+                found[name] = observer.get_qparams()
+            except StatisticsError as error:
+                broken.append(str(error))
+        if broken and "not_finite" not in self.accept:
+            raise StatisticsError(
+                f"{len(broken)} slots have no usable statistics: "
+                + "; ".join(broken)
+                + '. finalize(accept={"not_finite"}) leaves them in full precision'
+            )
+        return found
+
+    def _activation_observers(self) -> dict[str, Observer]:
+        slots = list(self.plan.activation_slots())
+        observers = {slot.name: self.statistics.observer(slot) for slot in slots}
+        unobserved = [name for name, observer in observers.items() if not observer.has_statistics]
+        if unobserved and "unobserved" not in self.accept:
+            raise StatisticsError(
+                f"{len(unobserved)} of {len(slots)} slots saw no data: {', '.join(unobserved)}. "
+                "Run batches that reach them, ignore their modules in the recipe, or leave them in "
+                'full precision with finalize(accept={"unobserved"})'
+                + _hint_for_attention(unobserved)
+            )
+        return {name: o for name, o in observers.items() if name not in set(unobserved)}
+
+    def _weight_observers(self) -> dict[str, Observer]:
+        observers = {slot.name: self._weight_observer(slot) for slot in self.plan.weight_slots()}
+        self._fuse(observers)
+        observed: dict[tuple[int, str], Observer] = {}
+        slots = list(self.plan.weight_slots())
+        for slot in watched(slots, "observing weights", show=self.progress):
+            # Tied weights are one weight, as long as they are quantized alike.
+            weight = self.weight_of(slot)
+            observer = observed.setdefault((id(weight), key_of(slot.args)), observers[slot.name])
+            if observer is observers[slot.name]:
+                observer(weight.detach())
+            observers[slot.name] = observer
+        return observers
+
+    def _weight_observer(self, slot: Slot) -> Observer:
+        observer = slot.make_observer()
+        known = None if slot.importance is None else self.statistics.of(slot.importance)
+        if known is not None and not known.is_empty:
+            for name, tensor in known.tensors.items():
+                setattr(observer, name, tensor.clone())
+        return observer
+
+    def _fuse(self, observers: dict[str, Observer]) -> None:
+        """Link the observers of layers that share a global scale."""
+        refused = []
+        for parent, members in self.plan.fused_groups():
+            group = {member: observers.get(f"{parent}{member}.weight") for member in members}
+            formats = {m: None if o is None else o.args for m, o in group.items()}
+            if not any(map(has_global_scale, formats.values())):
+                continue
+            problem = fusion_problem(formats)
+            if problem is not None:
+                refused.append(f"{parent}{{{problem}}}")
+            else:
+                Observer.fuse(observer for observer in group.values() if observer is not None)
+        if refused and "unfused" not in self.accept:
+            raise StatisticsError(
+                "layers that are served as one need one global scale, and so the same scheme: "
+                + "; ".join(refused)
+                + '. Target or ignore all of them, or use finalize(accept={"unfused"})'
+            )
+
+
+def _hint_for_attention(unobserved: Iterable[str]) -> str:
+    if not any(name.rpartition(".")[2] in ("q", "k", "v") for name in unobserved):
+        return ""
+    return (
+        ". Attention is observed where scaled_dot_product_attention computes it; load the model "
+        'with attn_implementation="sdpa"'
+    )
