@@ -4,8 +4,9 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from families import bert, llama
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from torch import nn
 
 from inlay import Calibration, Recipe
@@ -22,7 +23,7 @@ def statistics(observer: Observer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_observing_what_is_valid_is_observing_it_alone(name: str, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))
@@ -84,7 +85,7 @@ def observed(model: nn.Module, recipe: Recipe, batches: list, **options: object)
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", [llama, bert])
-@settings(max_examples=2, deadline=None)
+@examples(2)
 @given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=4))
 def test_padded_batches_equal_sequences_one_by_one(family, side: str, lengths: list[int]) -> None:
     model = family()
