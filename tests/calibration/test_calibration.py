@@ -19,11 +19,6 @@ from inlay.recipe import make_observer
 STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("observer", ["static_minmax", "minmax", "mse"])
@@ -170,14 +165,20 @@ def test_autocast() -> None:
     assert_same_qparams(found, {n: o.get_qparams() for n, o in inputs.observers.items()})
 
 
-def test_padding_masks() -> None:
+@pytest.mark.parametrize("count_padding", [False, True])
+def test_padding_counts_only_if_asked_to(count_padding: bool) -> None:
     model = bert()
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
     one = batch(model)
-    one["attention_mask"][0, 3:] = 0
-    calibration = Calibration(model, Recipe.from_preset("FP8"), compiler="aot_eager")
+    one["attention_mask"][0, 2:] = 0
+    both = [expected_qparams(model, recipe, [one], count_padding=c) for c in (False, True)]
+    differing = [n for n in both[0] if not torch.equal(both[0][n]["scale"], both[1][n]["scale"])]
+    assert len(differing) > len(both[0]) / 2
+    calibration = Calibration(model, recipe, compiler="aot_eager", count_padding=count_padding)
     compiled = torch.compile(model, backend=calibration.backend)
     with torch.no_grad():
         assert torch.equal(compiled(**one)[0], model(**one)[0])
+    assert_same_qparams(calibration.finalize(), both[count_padding])
 
 
 def test_nothing_matches() -> None:
@@ -440,7 +441,34 @@ def test_explain() -> None:
     assert "28 slots, finalized" in calibration.explain()
 
 
-def test_autocast_inside_the_model_and_mixed_dtypes_are_refused() -> None:
+def test_autocast_inside_the_model() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.third(self.second(x))  # one reads float32, the other bfloat16
+            return x.float()
+
+    model = Inside()
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    batches = [{"x": torch.randn(3, 8)} for _ in range(2)]
+    calibration = Calibration(model, recipe, compiler="aot_eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        for one in batches:
+            assert torch.equal(compiled(**one), model(**one))
+    found, expected = calibration.finalize(), expected_qparams(model, recipe, batches)
+    assert expected["third.input"]["scale"].dtype == torch.bfloat16
+    assert_same_qparams(found, expected)
+    with torch.no_grad():
+        assert not torch.equal(compiled(**one), model(**one))
+
+
+def test_mixed_dtypes_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     calibration = Calibration(model, Recipe.from_preset("FP8"), compiler="eager")
     compiled = torch.compile(model, backend=calibration.backend)
@@ -449,3 +477,17 @@ def test_autocast_inside_the_model_and_mixed_dtypes_are_refused() -> None:
         model.to(torch.bfloat16)
         with pytest.raises(Exception, match="calibrate in one dtype"):
             compiled(torch.randn(2, 4, dtype=torch.bfloat16))
+
+
+def test_a_calibration_keeps_its_model_and_lets_go_of_it() -> None:
+    recipe = Recipe.from_preset("FP8")
+    calibration = Calibration(nn.Sequential(nn.Linear(4, 4)), recipe, compiler="eager")
+    gc.collect()
+    calibration.observe(torch.randn(2, 4))
+    assert set(calibration.finalize()) == {"0.input", "0.weight"}
+    model = weakref.ref(calibration.model)
+    weight = weakref.ref(calibration.model[0].weight)
+    del calibration
+    gc.collect()
+    assert model() is None
+    assert weight() is None

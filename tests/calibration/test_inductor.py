@@ -15,11 +15,6 @@ pytestmark = pytest.mark.slow
 STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-
-
 class Telling(nn.Module):
     """Returns what its Linear modules read, so that eager observers can see the same tensors."""
 
