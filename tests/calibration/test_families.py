@@ -82,7 +82,7 @@ def assert_peer_qparams(found: dict, peer: dict, model: nn.Module, recipe: Recip
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
-def test_qparams_of_the_peer(family: str) -> None:
+def test_one_graph_and_qparams_of_the_peer(family: str) -> None:
     """The graph is run op by op here, so both see the same forward and must agree on every bit.
 
     What a compiler's own rounding of the forward adds is a matter of its own: the test below
@@ -92,10 +92,11 @@ def test_qparams_of_the_peer(family: str) -> None:
     recipe = recipe_for(model)
     batches = [batch(model, index) for index in range(BATCHES)]
     calibration = Calibration(model, recipe, compiler="eager")
-    compiled = torch.compile(model, backend=calibration.backend)
+    compiled = torch.compile(model, backend=calibration.backend, fullgraph=True)  # no graph break
     with torch.no_grad():
         for one in batches:
-            compiled(**one)
+            assert torch.equal(compiled(**one)[0], model(**one)[0])
+    assert len(calibration.backend.graphs) == 1
     peer = peer_qparams(FAMILIES[family](), recipe, batches)
     assert_peer_qparams(calibration.finalize(), peer, model, recipe)
 
@@ -113,17 +114,16 @@ def test_qparams_of_the_peer_for_other_schemes(preset: str) -> None:
     assert_peer_qparams(calibration.finalize(), peer, model, recipe)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_graph_break_of_its_own(family: str) -> None:
-    model = FAMILIES[family]()
+def test_a_model_with_nothing_to_observe() -> None:
+    """Its layers are no Linear; its head is one, and is ignored."""
+    model = FAMILIES["gpt2"]()
     calibration = Calibration(model, recipe_for(model), compiler="eager")
-    compiled = torch.compile(model, backend=calibration.backend)
+    compiled = torch.compile(model, backend=calibration.backend, fullgraph=True)
     one = batch(model)
     with torch.no_grad():
-        expected = model(**one)[0]
-        assert torch.equal(compiled(**one)[0], expected)
-        graphs = torch._dynamo.explain(model)(**one).graph_count
-    assert len(calibration.backend.graphs) == graphs == 1
+        assert torch.equal(compiled(**one)[0], model(**one)[0])
+    assert len(calibration.backend.graphs) == 1
+    assert calibration.finalize() == {}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_no_graph_break_of_its_own(family: str) -> None:
     ],
 )
 def test_folded_graph_is_the_quantized_forward_of_compressed_tensors(preset: str, fields) -> None:
-    model = llama()
+    model = llama(num_hidden_layers=1)
     recipe = recipe_for(model, preset, **fields)
     calibration = Calibration(model, recipe, compiler="aot_eager")
     compiled = torch.compile(model, backend=calibration.backend)
@@ -151,7 +151,7 @@ def test_folded_graph_is_the_quantized_forward_of_compressed_tensors(preset: str
     calibration.observe(**one)
     qparams = calibration.finalize()
 
-    reference = llama()
+    reference = llama(num_hidden_layers=1)
     config = recipe.config.model_copy(update={"quantization_status": QuantizationStatus.FROZEN})
     apply_quantization_config(reference, config, show_progress=False)
     for slot, values in qparams.items():
