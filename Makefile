@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick lint bench clean
+.PHONY: demo test quick fuzz lint bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,10 @@ test: lint
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow"
+
+# Laws only, on random examples and fifty times as many of them: finds what `make test` cannot.
+fuzz: $(VENV)/.installed
+	INLAY_EXAMPLES=fuzz $(BIN)/python -m pytest -m hypothesis
 
 bench: $(VENV)/.installed
 	$(BIN)/python tests/benchmarks/run.py

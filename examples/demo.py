@@ -27,7 +27,8 @@ SCHEMES = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, sentences: int | None = None, compiler: str = "inductor") -> None:
+    """Quantize into the folder, from all sentences if no number is given."""
     console = Console()
     model = AutoModel.from_pretrained(get_model_path()).eval()
     tokenizer = AutoTokenizer.from_pretrained(get_model_path())
@@ -39,7 +40,13 @@ def main(folder: Path) -> None:
         recipe = inlay.Recipe.from_preset(scheme, **changes)
         start = time.perf_counter()
         calibration = inlay.calibrate(
-            model, recipe, HERE / "sentences.txt", tokenizer=tokenizer, batch_size=16
+            model,
+            recipe,
+            HERE / "sentences.txt",
+            tokenizer=tokenizer,
+            samples=sentences,
+            batch_size=16,
+            compiler=compiler,
         )
         shutil.rmtree(folder / scheme, ignore_errors=True)
         out = calibration.save(folder / scheme)

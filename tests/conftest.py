@@ -1,19 +1,22 @@
 import os
+import sys
 
 # Some virtual machines announce AMX and cannot execute it: a product in bfloat16 would end the
 # process with an illegal instruction. oneDNN reads this when torch is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-import hypothesis
+import profiles
+import pytest
 import torch
 
-# One example per law compiles or searches for a while; time is judged by the benchmarks, not here.
-hypothesis.settings.register_profile(
-    "same", deadline=None, max_examples=60, derandomize=True, print_blob=True, database=None
-)
-# For whoever looks for news: other examples on every run, and many more of them.
-hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=1000, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("INLAY_EXAMPLES", "same"))
+profiles.load_profile()
 
 # Two processes share two cores, so each has one.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let no test depend on those that ran before it in the same process."""
+    torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # it gives up on a function that was compiled too often

@@ -15,11 +15,6 @@ pytestmark = pytest.mark.slow
 STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> None:
-    torch._dynamo.reset()
-
-
 class Telling(nn.Module):
     """Returns what its Linear modules read, so that eager observers can see the same tensors."""
 
@@ -60,7 +55,7 @@ def test_statistics_are_those_of_eager_observers_on_the_same_tensors(
 
 
 def test_outputs_are_those_of_the_plain_compiled_model() -> None:
-    model, one = llama(), None
+    model = llama()
     one = batch(model)
     with torch.no_grad():
         plain = torch.compile(model)(**one).logits
@@ -79,10 +74,10 @@ def test_outputs_are_those_of_the_plain_compiled_model() -> None:
     assert float((quantized - expected).abs().max()) < 0.3 * float((expected - plain).abs().max())
 
 
-@pytest.mark.parametrize("depth", [2, 12])
+@pytest.mark.parametrize("depth", [2, 8])
 def test_compilations_do_not_grow_with_depth(depth: int) -> None:
     model = llama(num_hidden_layers=depth)
-    calibration = Calibration(model, STATIC)
+    calibration = Calibration(model, STATIC, compiler="eager")  # any compiler is called as often
     calibration.observe(**batch(model))
     assert calibration._observing.compilations == 3
     found = calibration.finalize()

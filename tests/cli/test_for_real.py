@@ -1,5 +1,6 @@
 """The command line from beginning to end, on a small model."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from families import llama
+from safetensors import safe_open
 from tokens import CHAT, text_of, word_tokenizer
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from inlay import StoredStatistics
+from inlay.cli import app
 
 pytestmark = pytest.mark.slow
 
@@ -25,17 +29,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part, start in (("one", 0), ("two", 20)):
         texts = [text_of(list(range(start, start + 4 + row % 9))) for row in range(24)]
         (place / f"{part}.txt").write_text("\n".join(texts))
-        calibrate(place, part)
+    in_a_process(place, *calibrate("one"))
+    inlay(place, *calibrate("two"))
     return place
 
 
-def calibrate(place: Path, part: str, *options: str) -> str:
-    scheme = ["--scheme", "W8A8_STATIC", "--observer", "input=histogram", "--compiler", "eager"]
+def calibrate(part: str) -> list[str]:
+    observer = "input=histogram:method=percentile,percentile=90"
+    scheme = ["--scheme", "W8A8_STATIC", "--observer", observer, "--compiler", "eager"]
     data = ["--data", f"{part}.txt", "--batch-size", "4", "--out", f"out_{part}"]
-    return inlay(place, "calibrate", "model", *scheme, *data, *options)
+    return ["calibrate", "model", *scheme, *data]
 
 
-def inlay(place: Path, *arguments: str, code: int = 0) -> str:
+def in_a_process(place: Path, *arguments: str, code: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "inlay", *arguments],
         cwd=place,
@@ -45,6 +51,20 @@ def inlay(place: Path, *arguments: str, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
+
+
+def inlay(place: Path, *arguments: str, code: int = 0) -> str:
+    """The same in this process, which has imported already what it needs."""
+    torch._dynamo.reset()
+    with contextlib.chdir(place):
+        done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == code, done.output
+    return done.stdout if code == 0 else done.stderr
+
+
+def scale_in(folder: Path) -> torch.Tensor:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return file.get_tensor(f"{SLOT}_scale")
 
 
 def test_what_it_writes_is_loaded_by_transformers(place: Path) -> None:
@@ -59,18 +79,25 @@ def test_what_it_writes_is_loaded_by_transformers(place: Path) -> None:
 
 
 def test_again_it_is_refused_unless_it_may_overwrite(place: Path) -> None:
-    again = ["calibrate", "model", "--scheme", "W8A8", "--out", "out_one"]
-    assert "is not empty" in inlay(place, *again, code=1)
     before = (place / "out_one" / "model.safetensors").read_bytes()
-    shown = calibrate(place, "one", "--overwrite")
+    again = ["calibrate", "model", "--scheme", "W8A8", "--out", "out_one"]
+    assert "is not empty" in in_a_process(place, *again, code=1)
+    assert (place / "out_one" / "model.safetensors").read_bytes() == before
+    written = (place / "out_one" / "model.safetensors").stat().st_ino
+    shown = inlay(place, *calibrate("one"), "--overwrite")
     assert "out_one/report.html" in shown
+    assert (place / "out_one" / "model.safetensors").stat().st_ino != written
     assert (place / "out_one" / "model.safetensors").read_bytes() == before
 
 
-def test_other_bits_from_the_statistics_of_a_checkpoint(place: Path) -> None:
+def test_another_observer_from_the_statistics_of_a_checkpoint(place: Path) -> None:
     wanted = ["--scheme", "W8A8_STATIC", "--observer", "input=static_minmax"]
     inlay(place, "requantize", "out_one", *wanted, "--model", "model", "--out", "out_minmax")
-    assert (place / "out_minmax" / "model.safetensors").exists()
+    seen = StoredStatistics.load(place / "out_one").slots[SLOT].tensors
+    # A step of eight bits for the whole range that was seen, where the percentile cuts it short.
+    low, high = seen["min_vals"].clamp(max=0), seen["max_vals"].clamp(min=0)
+    torch.testing.assert_close(scale_in(place / "out_minmax"), (high - low) / 255)
+    assert bool(scale_in(place / "out_one") < scale_in(place / "out_minmax"))
     impossible = ["--scheme", "W8A8_STATIC", "--observer", "input=mse"]
     again = ["requantize", "out_one", *impossible, "--model", "model", "--out", "out_mse"]
     assert "do not carry this recipe" in inlay(place, *again, code=1)
@@ -83,7 +110,7 @@ def test_statistics_of_two_checkpoints_are_merged(place: Path) -> None:
     both = StoredStatistics.load(place / "both").slots[SLOT]
     assert both.tokens == sum(part.tokens for part in parts)
     assert torch.equal(both.tensors["counts"], sum(part.tensors["counts"] for part in parts))
-    wanted = ["--scheme", "W8A8_STATIC", "--observer", "input=histogram:method=entropy"]
+    wanted = ["--scheme", "W8A8_STATIC", "--observer", "input=histogram:method=minmax"]
     inlay(place, "requantize", "both", *wanted, "--model", "model", "--out", "out_both")
     assert (place / "out_both" / "report.html").exists()
 

@@ -14,6 +14,7 @@ from inlay.observers import (
     flatten_for_calibration,
     fuse_weight_observers,
 )
+from inlay.recipe import make_observer
 
 INT8 = QuantizationArgs(num_bits=8, strategy="tensor")
 ALL = [
@@ -37,6 +38,15 @@ def test_registered_and_internal(name: str) -> None:
     assert isinstance(of, InternalModule)
     assert type(make(name.replace("_", "-"))) is type(of)
     assert not of.has_statistics
+
+
+@pytest.mark.parametrize("base_name", ["weight", "input", "output", "q", "k", "v"])
+def test_without_a_name_it_is_the_default_for_the_value(base_name: str) -> None:
+    of = Observer.load_from_registry(None, base_name=base_name, args=INT8)
+    recipe = QuantizationArgs(num_bits=8, strategy="tensor")  # names no observer either
+    assert type(of) is type(make_observer(base_name, recipe))
+    assert of.base_name == base_name
+    assert type(of) is type(make("memoryless_minmax" if base_name == "weight" else "minmax"))
 
 
 def test_forward_returns_self() -> None:

@@ -6,7 +6,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.utils import calculate_range
 from formats import NVFP4
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import activations, batches, integer_or_fp8_args, observables, tensors, weights
 
@@ -96,7 +96,6 @@ def test_scales_are_positive_and_zero_points_in_range(name: str, case) -> None:
 def test_round_trip_is_within_half_a_scale(args, value) -> None:
     qparams = observer("memoryless_minmax", "weight", args)(value).get_qparams()
     scale, zero_point = qparams["scale"], qparams["zero_point"]
-    assume(float(value.abs().max()) > 1e-30)  # below, the scale is a floor and not the range
     restored = fake_quantize(value, scale, zero_point, args)
     low, high = calculate_range(args, value.device)
     inside = (value >= (low - zero_point) * scale) & (value <= (high - zero_point) * scale)
@@ -137,17 +136,16 @@ def test_uniform_importance_equals_no_importance(weight, importance: float, stra
     assert_same_ranges(weighted(weight), plain)
 
 
-@given(weights(16), st.integers(1, 16), st.data())
+@given(weights(16), st.integers(2, 15), st.data())
 def test_unimportant_channels_do_not_count(weight, kept: int, data) -> None:
     """What lies in a channel of importance zero has no say, as long as the range is the same."""
     args = QuantizationArgs(num_bits=4, strategy="channel")
+    # The extremes of each row lie in channels that count, so that others can change freely.
+    weight[:, 0], weight[:, 1] = weight.amin(-1), weight.amax(-1)
+    low, high = weight[:, :1], weight[:, 1:2]
     changed = weight.clone()
-    limit = weight.abs().amax(dim=-1, keepdim=True)
-    noise = data.draw(tensors((len(weight), 16 - kept), scaled=False)) / 4.1 if kept < 16 else None
-    if noise is not None:
-        changed[:, kept:] = noise * limit
-    assume(torch.equal(changed.amin(-1), weight.amin(-1)))
-    assume(torch.equal(changed.amax(-1), weight.amax(-1)))
+    places = data.draw(tensors((len(weight), 16 - kept), scaled=False)) / 8 + 0.5  # from 0 to 1
+    changed[:, kept:] = (low + (high - low) * places).clamp(low, high)
     found = []
     for value in (weight, changed):
         of = observer("imatrix_mse", "weight", args, strict=True)

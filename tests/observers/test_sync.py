@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import rank_functions as on_rank
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from ranks import Ranks
 from strategies import activations
 
@@ -41,13 +42,7 @@ def without(result: object) -> object:
     return result
 
 
-# Every example is fed to the same processes, which keep nothing between two calls.
-laws = settings(
-    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
-)
-
-
-@laws
+@examples(25)
 @given(data=st.data())
 def test_merged_shards_equal_one_process_that_saw_everything(ranks: Ranks, data) -> None:
     shards = data.draw(
@@ -66,7 +61,7 @@ def test_merged_shards_equal_one_process_that_saw_everything(ranks: Ranks, data)
                 np.testing.assert_array_equal(own[name], value)
 
 
-@laws
+@examples(25)
 @given(data=st.data())
 def test_each_and_together_are_the_same(ranks: Ranks, data) -> None:
     names = ["minmax", "static_minmax", "mse", "memoryless_minmax", "histogram"]

@@ -208,6 +208,32 @@ def test_what_matches_nothing_or_does_not_fit(fields: dict, message: str) -> Non
         Plan(llama(), Recipe.from_preset("W8A8", **fields))
 
 
+def test_an_ignored_pattern_that_matches_nothing_is_a_warning() -> None:
+    recipe = Recipe.from_preset("W8A8", ignore=["lm_head", "re:.*router$", r"re:.*\.gate$"])
+    with pytest.warns(
+        UserWarning, match=r"ignore re:\.\*router\$, re:.* matches no module"
+    ) as said:
+        plan = Plan(llama(), recipe)
+    assert len(said) == 1
+    assert "lm_head" not in str(said[0].message)
+    assert "lm_head.weight" not in plan.slots
+    assert "model.layers.0.mlp.down_proj.weight" in plan.slots
+
+
+def test_an_ignored_name_that_matches_nothing_stays_an_error_beside_a_pattern() -> None:
+    recipe = Recipe.from_preset("W8A8", ignore=["lm_haed", "re:.*router$"])
+    with (
+        pytest.warns(UserWarning, match=r"ignore re:\.\*router\$ matches no module"),
+        pytest.raises(ConfigurationError, match=r"ignore lm_haed matches.*did you mean lm_head"),
+    ):
+        Plan(llama(), recipe)
+
+
+def test_an_ignored_pattern_that_matches_says_nothing() -> None:
+    plan = Plan(llama(), Recipe.from_preset("W8A8", ignore=["re:.*down_proj$"]))
+    assert not any("down_proj" in name for name in plan.slots)
+
+
 def test_conv1d_is_not_linear() -> None:
     plan = Plan(gpt2(), Recipe.from_preset("W8A8"))
     assert {slot.module for slot in plan.slots.values()} == {"lm_head"}

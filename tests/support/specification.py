@@ -14,6 +14,7 @@ class Inputs:
 
     def __init__(self, model: nn.Module, recipe: Recipe, kind: type = nn.Linear) -> None:
         (scheme,) = recipe.config.config_groups.values()
+        self.valid: torch.Tensor | None = None  # which tokens of the next batch count
         self.observers = {}
         self.handles = []
         for name, module in model.named_modules():
@@ -22,19 +23,26 @@ class Inputs:
                 self.observers[f"{name}.input"] = observer
                 self.handles.append(
                     module.register_forward_pre_hook(
-                        lambda _, args, o=observer: o(args[0]) and None
+                        lambda _, args, o=observer: o(self._counted(args[0])) and None
                     )
                 )
+
+    def _counted(self, value: torch.Tensor) -> torch.Tensor:
+        has_tokens = self.valid is not None and value.shape[:2] == self.valid.shape
+        return value[self.valid] if has_tokens else value
 
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()
 
 
-def expected_qparams(model: nn.Module, recipe: Recipe, batches: list[dict]) -> dict:
+def expected_qparams(
+    model: nn.Module, recipe: Recipe, batches: list[dict], *, count_padding: bool = True
+) -> dict:
     inputs = Inputs(model, recipe)
     with torch.no_grad():
         for one in batches:
+            inputs.valid = None if count_padding else one["attention_mask"].bool()
             model(**one)
     inputs.remove()
     return {name: observer.get_qparams() for name, observer in inputs.observers.items()}

@@ -1,0 +1,42 @@
+"""How many examples Hypothesis tries, and which: always the same ones, or random ones to fuzz."""
+
+import os
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, register_random, settings
+
+__all__ = ["FUZZING", "examples", "load_profile"]
+
+FUZZING = os.environ.get("INLAY_EXAMPLES") == "fuzz"
+_TIMES = 50  # as many examples when fuzzing
+
+
+class _TorchRandom:
+    """Lets Hypothesis seed torch for every example, as it does for `random` and numpy."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_TORCH_RANDOM = _TorchRandom()  # Hypothesis refers to it weakly
+
+
+def load_profile() -> None:
+    """Choose the examples of this run. Call it before any test is imported."""
+    register_random(_TORCH_RANDOM)
+    # Benchmarks judge time. Here a busy machine must not make a test fail.
+    always: dict[str, Any] = {
+        "deadline": None,
+        "print_blob": True,
+        "suppress_health_check": [HealthCheck.too_slow],
+    }
+    settings.register_profile("same", max_examples=60, derandomize=True, database=None, **always)
+    settings.register_profile("fuzz", max_examples=60 * _TIMES, **always)
+    settings.load_profile("fuzz" if FUZZING else "same")
+
+
+def examples(count: int) -> settings:
+    """Settings of a law whose examples are slow: `count` of them, and more when fuzzing."""
+    return settings(max_examples=count * _TIMES if FUZZING else count)
