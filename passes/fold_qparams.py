@@ -95,7 +95,7 @@ class FoldQParams(Pass):
             inputs = self._inputs(gm, slot, owner, value)
             target = QuantizeDequantize(slot.args, tuple(inputs))
             at = (
-                gm.graph.inserting_after(node)
+                gm.graph.inserting_after(value)
                 if slot.base_name == "output"
                 else gm.graph.inserting_before(reader)
             )
@@ -106,7 +106,7 @@ class FoldQParams(Pass):
             done[key] = stamp(quantized, self.name)
         quantized = done[key]
         if slot.base_name == "output":
-            node.replace_all_uses_with(
+            value.replace_all_uses_with(
                 quantized, delete_user_cb=lambda user: user is not quantized and not observes(user)
             )
         else:
@@ -131,12 +131,12 @@ class FoldQParams(Pass):
 
 def _reader_and_value(gm: GraphModule, node: Node, base_name: str) -> tuple[Node, Node]:
     """What of an op is quantized, and the node that is to read the quantized value."""
-    if base_name == "output":
-        return node, node
     states = attention_states(node)
     if states is None:
         use = weight_use(gm, node)
         assert use is not None
+        if base_name == "output":
+            return node, use.output
         assert use.value is not None
         return node, use.value
     value, reader = states[base_name], node

@@ -81,7 +81,8 @@ class InsertObservers(Pass):
     def _insert(
         self, graph: Graph, node: Node, value: Node, slot: Slot, targets: "_Targets"
     ) -> None:
-        at = graph.inserting_after(node) if value is node else graph.inserting_before(node)
+        is_output = slot.base_name == "output"
+        at = graph.inserting_after(value) if is_output else graph.inserting_before(node)
         rule = Rule(slot)
         if slot.base_name == "weight":
             with at:
@@ -107,12 +108,12 @@ class InsertObservers(Pass):
 
 def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
     """The node that a slot of this op observes."""
-    if base_name == "output":
-        return node
     states = attention_states(node)
     if states is not None:
-        return states.get(base_name)
+        return node if base_name == "output" else states.get(base_name)
     use = weight_use(gm, node)
+    if use is not None and base_name == "output":
+        return use.output
     if use is None or base_name != "weight":
         return None if use is None else use.value
     if use.weight_node is not None:
