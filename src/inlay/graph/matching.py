@@ -154,7 +154,8 @@ def transposed_by(node: Any) -> Node | None:
     if name not in _TRANSPOSES and name not in _SWAPS and name != "permute":
         return None
     named = [node.kwargs[key] for key in _SOURCE_AND_DIMS if key in node.kwargs]
-    source, *dims = [*node.args, *named]
+    given: list[Any] = [*node.args, *named]
+    source, *dims = given
     if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
         dims = list(dims[0])
     if not isinstance(source, Node):
