@@ -33,6 +33,8 @@ __all__ = [
     "module_behind",
     "never_fall_back",
     "new_graph_like",
+    "set_autocast",
+    "set_grad_enabled",
     "sizes_are_equal",
     "trace_symbolically",
     "without_fake_mode",
@@ -201,6 +203,22 @@ def compile_options(compiled: Any) -> Mapping[str, Any]:
         backend = backend._torchdynamo_orig_backend
     options: Mapping[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
     return options
+
+
+def set_grad_enabled() -> Callable[..., Any]:
+    """The op that switches gradients in a graph.
+
+    torch 1.11; `torch.set_grad_enabled` is public, and a context, which a graph cannot hold.
+    """
+    return torch._C._set_grad_enabled
+
+
+def set_autocast() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The ops that enter and leave autocast in a graph.
+
+    torch 1.13; `torch.autocast` is public, and a context, which a graph cannot hold.
+    """
+    return torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
 
 def without_torch_function() -> AbstractContextManager[None]:

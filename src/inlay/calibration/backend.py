@@ -21,7 +21,7 @@ from inlay.graph import (
     weight_use,
 )
 from inlay.nodes.observe import Observe
-from inlay.passes import FINALIZE, PREPARE, OutlineRepeats, PruneUnobserved
+from inlay.passes import FINALIZE, PREPARE, InlineCalls, OutlineRepeats, PruneUnobserved
 from inlay.ranges.kernels import keep_whole
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import Statistics
@@ -118,7 +118,8 @@ class CompiledGraph:
 
     def __init__(self, backend: Backend, gm: GraphModule) -> None:
         self.backend = backend
-        self.gm = copy(gm)
+        # Weights are operands of calls until these are inlined.
+        self.gm = gm = InlineCalls()(gm).graph_module
         self.num_outputs = _num_outputs(gm)
         uses = [weight_use(gm, node) for node in gm.graph.nodes]
         kinds = {use.weight_node: use.kind for use in uses if use is not None}

@@ -19,7 +19,7 @@ _REASONS = {
     "cond": "which branch runs depends on data",
     "while_loop": "how often it runs depends on data",
     "while_loop_stack_output": "how often it runs depends on data",
-    "map_impl": "it sees one slice of a value at a time",
+    "map": "it sees one slice of a value at a time",
     "scan": "it sees one slice of a value at a time",
     "associative_scan": "it sees one slice of a value at a time",
     "flex_attention": "it sees one score at a time",
@@ -165,4 +165,4 @@ def _is_one_of(value: Any, nodes: Mapping[Node, Any]) -> bool:
 
 
 def _kind(node: Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
+    return str(getattr(node.target, "__name__", node.target)).removesuffix("_impl")
