@@ -35,6 +35,7 @@ __all__ = [
     "new_graph_like",
     "set_autocast",
     "set_grad_enabled",
+    "share_memory",
     "sizes_are_equal",
     "trace_symbolically",
     "without_fake_mode",
@@ -103,6 +104,19 @@ def trace_symbolically(function: Callable[..., Any], *example: torch.Tensor) -> 
     traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
     assert isinstance(traced, GraphModule)
     return traced
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same memory, also if they have no data.
+
+    torch 2.0; `data_ptr` is public and refuses tensors without data. Tensors under `vmap` and the
+    like do not tell, and count as if they did.
+    """
+    try:
+        storages = [tensor.untyped_storage()._cdata for tensor in (one, other)]
+    except (NotImplementedError, RuntimeError):
+        return True
+    return bool(storages[0] == storages[1])
 
 
 def sizes_are_equal(one: Any, other: Any) -> bool:

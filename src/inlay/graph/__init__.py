@@ -43,6 +43,7 @@ from inlay.graph.meta import (
 from inlay.graph.pass_base import Pass, PassResult, Pipeline
 from inlay.graph.printing import format_graph
 from inlay.graph.shapes import fake_value, propagate_shapes
+from inlay.graph.writes import Writes
 
 __all__ = [
     "EnclosedSlot",
@@ -51,6 +52,7 @@ __all__ = [
     "Pipeline",
     "SlotInput",
     "WeightUse",
+    "Writes",
     "acts",
     "add_input",
     "annotate",
