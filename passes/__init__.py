@@ -3,6 +3,7 @@
 from inlay.graph import Pass, PassResult, Pipeline
 from inlay.passes.annotate import Annotate
 from inlay.passes.fold_qparams import FoldQParams
+from inlay.passes.inline_calls import InlineCalls
 from inlay.passes.insert_observers import InsertObservers
 from inlay.passes.leave_out_padding import LeaveOutPadding
 from inlay.passes.outline_repeats import OutlineRepeats
@@ -15,6 +16,7 @@ __all__ = [
     "PREPARE",
     "Annotate",
     "FoldQParams",
+    "InlineCalls",
     "InsertObservers",
     "LeaveOutPadding",
     "OutlineRepeats",
@@ -28,6 +30,7 @@ __all__ = [
 
 # From a traced graph to one that observes.
 PREPARE: tuple[type[Pass], ...] = (
+    InlineCalls,  # first: the others see only ops of the graph itself
     Annotate,  # matches ops by their weights, which later passes move and replace
     InsertObservers,  # needs the annotations
     ShareObservers,  # before pruning: what is observed twice is needed twice

@@ -5,7 +5,16 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from inlay.graph import Pass, PassResult, annotate, attention_states, copy, module_path, weight_use
+from inlay.graph import (
+    Pass,
+    PassResult,
+    annotate,
+    attention_states,
+    copy,
+    module_path,
+    transformed_nodes,
+    weight_use,
+)
 from inlay.recipe import Plan, Slot
 
 __all__ = ["Annotate"]
@@ -23,7 +32,8 @@ class Annotate(Pass):
     An op is matched by the weight it uses, by identity and not by name, so a module that is called
     twice is one module, tied weights are one weight, and a linear op over any other tensor is left
     alone. Attention has no weight of its own and is matched by the module it was traced in, whose
-    name is known from a weight beside it.
+    name is known from a weight beside it. An op under `vmap` or `grad` is left alone: a state
+    cannot be written to from there.
     """
 
     plan: Plan
@@ -32,8 +42,10 @@ class Annotate(Pass):
         gm = copy(gm)
         modified = False
         located = self._locator(gm)
+        transformed = transformed_nodes(gm.graph.nodes)
         for node in gm.graph.nodes:
-            modified |= annotate(node, self._slots(gm, node, located))
+            slots = {} if node in transformed else self._slots(gm, node, located)
+            modified |= annotate(node, slots)
         return PassResult(gm, modified)
 
     def _slots(self, gm: GraphModule, node: Node, located: Callable[[str], str]) -> dict[str, Slot]:

@@ -1,7 +1,8 @@
 """Fold quantization parameters into the graph."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from inlay.graph import (
     Pass,
     PassResult,
     SlotInput,
+    Writes,
     add_input,
     attention_states,
     copy,
@@ -58,6 +60,7 @@ class FoldQParams(Pass):
         modified = False
         shared = {slot.name: observes(n)[0].name for n in gm.graph.nodes for slot in observes(n)}
         done: dict[tuple[Any, ...], Node] = {}
+        writes = Writes(gm.graph)
         for node in list(gm.graph.nodes):
             to_fold = [
                 slot
@@ -66,12 +69,14 @@ class FoldQParams(Pass):
             ]
             if not to_fold:
                 continue
+            changes = partial(writes.before, node)
             node = _as_function(gm, node, self.name)
             for slot in to_fold:
                 if slot.is_weight:
                     self._fold_weight(gm, node, slot)
                 else:
-                    self._quantize(gm, node, slot, shared.get(slot.name, slot.name), done)
+                    owner = shared.get(slot.name, slot.name)
+                    self._quantize(gm, node, slot, owner, done, changes)
                 mark_folded(node, slot.base_name)
             modified = True
         gm.recompile()
@@ -87,15 +92,22 @@ class FoldQParams(Pass):
         replace_weight(node, folded)
 
     def _quantize(
-        self, gm: GraphModule, node: Node, slot: Slot, owner: str, done: dict[tuple[Any, ...], Node]
+        self,
+        gm: GraphModule,
+        node: Node,
+        slot: Slot,
+        owner: str,
+        done: dict[tuple[Any, ...], Node],
+        changes: Callable[[Node], int],
     ) -> None:
         reader, value = _reader_and_value(gm, node, slot.base_name)
-        key = (value, owner if slot.is_observed else key_of(slot.args))
+        # A value that was changed in place since it was quantized has to be quantized again.
+        key = (value, owner if slot.is_observed else key_of(slot.args), changes(value))
         if key not in done or slot.base_name == "output":
             inputs = self._inputs(gm, slot, owner, value)
             target = QuantizeDequantize(slot.args, tuple(inputs))
             at = (
-                gm.graph.inserting_after(node)
+                gm.graph.inserting_after(value)
                 if slot.base_name == "output"
                 else gm.graph.inserting_before(reader)
             )
@@ -106,7 +118,7 @@ class FoldQParams(Pass):
             done[key] = stamp(quantized, self.name)
         quantized = done[key]
         if slot.base_name == "output":
-            node.replace_all_uses_with(
+            value.replace_all_uses_with(
                 quantized, delete_user_cb=lambda user: user is not quantized and not observes(user)
             )
         else:
@@ -131,12 +143,12 @@ class FoldQParams(Pass):
 
 def _reader_and_value(gm: GraphModule, node: Node, base_name: str) -> tuple[Node, Node]:
     """What of an op is quantized, and the node that is to read the quantized value."""
-    if base_name == "output":
-        return node, node
     states = attention_states(node)
     if states is None:
         use = weight_use(gm, node)
         assert use is not None
+        if base_name == "output":
+            return node, use.output
         assert use.value is not None
         return node, use.value
     value, reader = states[base_name], node

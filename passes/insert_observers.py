@@ -12,6 +12,7 @@ from inlay.graph import (
     Pass,
     PassResult,
     SlotInput,
+    Writes,
     add_input,
     attention_states,
     copy,
@@ -47,16 +48,26 @@ class InsertObservers(Pass):
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
-        there = {(slot.name, node.args[0]) for node in gm.graph.nodes for slot in observes(node)}
+        writes = Writes(gm.graph)
+        there = {
+            (slot.name, node.args[0], writes.before(node, node.args[0]))
+            for node in gm.graph.nodes
+            for slot in observes(node)
+        }
         targets = _Targets()
         modified = False
         for node in list(gm.graph.nodes):
             for base_name, slot in slots_of(node).items():
                 value = _value(gm, node, base_name)
-                if not slot.is_observed or value is None or (slot.name, value) in there:
+                if not slot.is_observed or value is None:
+                    continue
+                # A module may be called twice with a value that is changed in between.
+                is_output = base_name == "output"
+                changes = writes.up_to(value, value) if is_output else writes.before(node, value)
+                if (slot.name, value, changes) in there:
                     continue
                 self._insert(gm.graph, node, value, slot, targets)
-                there.add((slot.name, value))
+                there.add((slot.name, value, changes))
                 modified = True
         gm.recompile()
         return PassResult(gm, modified)
@@ -81,7 +92,8 @@ class InsertObservers(Pass):
     def _insert(
         self, graph: Graph, node: Node, value: Node, slot: Slot, targets: "_Targets"
     ) -> None:
-        at = graph.inserting_after(node) if value is node else graph.inserting_before(node)
+        is_output = slot.base_name == "output"
+        at = graph.inserting_after(value) if is_output else graph.inserting_before(node)
         rule = Rule(slot)
         if slot.base_name == "weight":
             with at:
@@ -107,12 +119,12 @@ class InsertObservers(Pass):
 
 def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
     """The node that a slot of this op observes."""
-    if base_name == "output":
-        return node
     states = attention_states(node)
     if states is not None:
-        return states.get(base_name)
+        return node if base_name == "output" else states.get(base_name)
     use = weight_use(gm, node)
+    if use is not None and base_name == "output":
+        return use.output
     if use is None or base_name != "weight":
         return None if use is None else use.value
     if use.weight_node is not None:

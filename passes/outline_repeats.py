@@ -7,10 +7,23 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from inlay.graph import Pass, PassResult, copy, fake_value, made_by, module_path, stamp
+from inlay.graph import (
+    Pass,
+    PassResult,
+    bodies_of,
+    body_held_by,
+    copy,
+    fake_value,
+    made_by,
+    module_path,
+    stamp,
+    switches_modes,
+    transformed_nodes,
+)
 
 __all__ = ["OutlineRepeats"]
 
+_BY_NAME = ("call_module", "get_attr")  # ops whose target is a module of the graph
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 
 
@@ -29,13 +42,14 @@ class OutlineRepeats(Pass):
     A block is a module with a number for a name, such as `layers.3`. The cut is made where the
     number changes, so the pieces keep the order of the graph whatever it is. Pieces are identical
     if they do the same to values of the same shapes; weights, states and scales are their inputs.
-    A graph that switches autocast or gradients on the way is left whole, because a piece compiled
-    alone would not know.
+    The graphs that an op runs, such as the branches of `cond`, go with the op, and pieces are
+    identical only if these are too. What runs under `vmap` is not cut. A graph that switches
+    autocast or gradients on the way is left whole, because a piece compiled alone would not know.
     """
 
     def call(self, gm: GraphModule) -> PassResult:
         pieces = _cut(gm)
-        if any(made_by(n) == self.name for n in gm.graph.nodes) or _switches_modes(gm):
+        if any(made_by(n) == self.name or switches_modes(n) for n in gm.graph.nodes):
             return PassResult(copy(gm), False)
         if len(pieces) < 2:
             return PassResult(copy(gm), False)
@@ -44,7 +58,7 @@ class OutlineRepeats(Pass):
         outer = Graph(tracer_cls=gm.graph._tracer_cls)
         values: dict[Node, Node] = {}
         for node in gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if node.op in ("placeholder", "get_attr") and body_held_by(node) is None:
                 values[node] = outer.node_copy(node)
         for piece in pieces:
             inputs, outputs = _interface(piece)
@@ -72,9 +86,15 @@ def _cut(gm: GraphModule) -> list[list[Node]]:
     """Runs of nodes of the same block, in the order of the graph."""
     pieces: list[list[Node]] = []
     current: str | None = None
+    opened: Node | None = None
+    transformed = transformed_nodes(gm.graph.nodes)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
+        if pieces and opened is not None and node in transformed:
+            pieces[-1].append(node)
+            continue
+        opened = transformed.get(node)
         path = module_path(node)
         # An op without a module belongs where it stands.
         found = _BLOCK.match(path) if path is not None else None
@@ -86,18 +106,12 @@ def _cut(gm: GraphModule) -> list[list[Node]]:
     return pieces
 
 
-def _switches_modes(gm: GraphModule) -> bool:
-    return any(
-        node.op == "call_function"
-        and getattr(node.target, "__name__", "")
-        in ("_enter_autocast", "_exit_autocast", "_set_grad_enabled", "_enter_inference_mode")
-        for node in gm.graph.nodes
-    )
-
-
 def _interface(piece: list[Node]) -> tuple[list[Node], list[Node]]:
     inside = set(piece)
-    inputs = dict.fromkeys(n for node in piece for n in node.all_input_nodes if n not in inside)
+    bodies = {holder for node in piece for holder in bodies_of(node)}
+    inputs = dict.fromkeys(
+        n for node in piece for n in node.all_input_nodes if n not in inside and n not in bodies
+    )
     outputs = [node for node in piece if any(user not in inside for user in node.users)]
     return list(inputs), outputs
 
@@ -112,10 +126,14 @@ def _body(
         values[node].meta = {
             key: value for key, value in node.meta.items() if key != "grapharg"
         } | {"example_value": _input_value(gm, node)}
+    bodies = {holder for node in piece for holder in bodies_of(node)}
     for node in piece:
+        for holder in bodies_of(node):
+            if holder not in values:
+                values[holder] = graph.node_copy(holder)
         values[node] = graph.node_copy(node, lambda n: values[n])
     graph.output(tuple(values[node] for node in outputs))
-    called = {str(node.target) for node in piece if node.op == "call_module"}
+    called = {str(node.target) for node in (*piece, *bodies) if node.op in _BY_NAME}
     body = GraphModule({name: gm.get_submodule(name) for name in called}, graph, "Region")
     body.train(gm.training)
     return body
@@ -128,8 +146,8 @@ def _input_value(gm: GraphModule, node: Node) -> Any:
     return value
 
 
-def _attribute(gm: GraphModule, target: str) -> Any:
-    value: Any = gm
+def _attribute(module: torch.nn.Module, target: str) -> Any:
+    value: Any = module
     for name in target.split("."):
         value = getattr(value, name)
     return value
@@ -139,6 +157,7 @@ def _attributes(gm: GraphModule) -> dict[str, Any]:
     return {
         str(node.target): _attribute(gm, str(node.target))
         for node in gm.graph.find_nodes(op="get_attr")
+        if body_held_by(node) is None
     }
 
 
@@ -148,7 +167,10 @@ def _structure(piece: list[Node], inputs: list[Node], outputs: list[Node]) -> An
 
     def numbered(value: Any) -> Any:
         if isinstance(value, Node):
-            return ("node", number[value])
+            if value in number:
+                return ("node", number[value])
+            body = body_held_by(value)
+            return ("body", _whole(body)) if body is not None else _attribute_of(value)
         if isinstance(value, (list, tuple)):
             return (type(value).__name__, *map(numbered, value))
         if isinstance(value, dict):
@@ -161,6 +183,20 @@ def _structure(piece: list[Node], inputs: list[Node], outputs: list[Node]) -> An
         (node.op, node.target, numbered(node.args), numbered(node.kwargs)) for node in piece
     )
     return ops, tuple(_signature(fake_value(node)) for node in inputs), numbered(outputs)
+
+
+def _whole(body: GraphModule) -> Any:
+    """The structure of a graph that an op runs."""
+    nodes = list(body.graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    # An attribute means what it holds, which may differ between graphs that name it alike.
+    rest = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
+    return _structure(rest, inputs, [])
+
+
+def _attribute_of(node: Node) -> Any:
+    assert node.graph.owning_module is not None
+    return ("attribute", id(_attribute(node.graph.owning_module, str(node.target))))
 
 
 def _signature(value: Any) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from inlay.errors import GraphError
-from inlay.graph import Pass, PassResult, copy, mutates
+from inlay.graph import Pass, PassResult, acts, copy
 from inlay.nodes.observe import Observe
 
 __all__ = ["PruneUnobserved"]
@@ -22,7 +22,8 @@ class PruneUnobserved(Pass):
 
     Of a language model this drops the head and the last down projection, which may be a good part
     of the work. Of a graph that observes nothing it leaves nothing. Ops that write to what they are
-    given stay, with all they need: who reads what they wrote cannot be seen from the graph.
+    given stay, with all they need: who reads what they wrote cannot be seen from the graph. So do
+    ops that change how others run, such as those that open and close `vmap`.
     """
 
     def call(self, gm: GraphModule) -> PassResult:
@@ -32,7 +33,7 @@ class PruneUnobserved(Pass):
         output.args = ((),)
         needed: set[Node] = set()
         for node in reversed(gm.graph.nodes):
-            if node in needed or _acts(node):
+            if node in needed or isinstance(node.target, Observe) or acts(node):
                 needed.update(node.all_input_nodes, [node])
         for node in reversed(list(gm.graph.nodes)):
             if node not in needed and node.op != "placeholder":
@@ -45,10 +46,3 @@ class PruneUnobserved(Pass):
         (output,) = gm.graph.find_nodes(op="output")
         if output.all_input_nodes:
             raise GraphError(f"the graph still returns {output.all_input_nodes}")
-
-
-def _acts(node: Node) -> bool:
-    """Whether a node does something besides computing its value."""
-    if node.op == "output":
-        return True
-    return isinstance(node.target, Observe) or mutates(node) or node.is_impure()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from inlay.graph import Pass, PassResult, copy, erase_with_inputs, mark_observer, mutates, observes
+from inlay.graph import Pass, PassResult, Writes, copy, erase_with_inputs, mark_observer, observes
 from inlay.nodes.observe import Observe
 
 __all__ = ["ShareObservers"]
@@ -21,26 +21,39 @@ class ShareObservers(Pass):
         k = linear(x, wk)                   return q, k
         return q, k
 
-    A value that is changed in place between the two is not the same value.
+    A value that is changed in place between the two is not the same value. Slots that see the same
+    values throughout share: a module that is called a second time, with another value, has
+    statistics of its own.
     """
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
         modified = False
-        order = {node: index for index, node in enumerate(gm.graph.nodes)}
-        kept: dict[tuple[object, ...], Node] = {}
-        for node in list(gm.graph.nodes):
-            if not isinstance(node.target, Observe):
-                continue
-            value = node.args[0]
-            assert isinstance(value, Node)
-            changes = sum(
-                order.get(user, -1) < order[node] for user in value.users if mutates(user)
-            )
-            first = kept.setdefault((value, node.target, changes), node)
+        writes = Writes(gm.graph)
+        observers = [node for node in gm.graph.nodes if isinstance(node.target, Observe)]
+        what = {node: _what(node, writes) for node in observers}
+        seen: dict[str, set[_What]] = {}
+        for node in observers:
+            for slot in observes(node):
+                seen.setdefault(slot.name, set()).add(what[node])
+        kept: dict[tuple[_What, frozenset[_What]], Node] = {}
+        for node in observers:
+            all_of_it = frozenset(seen[observes(node)[0].name])
+            first = kept.setdefault((what[node], all_of_it), node)
             if first is not node:
                 mark_observer(first, (*observes(first), *observes(node)))
                 erase_with_inputs(gm.graph, node)
                 modified = True
         gm.recompile()
         return PassResult(gm, modified)
+
+
+_What = tuple[Node, Observe, int]
+
+
+def _what(node: Node, writes: Writes) -> _What:
+    """What a node observes, how, and how often that was changed before."""
+    value = node.args[0]
+    assert isinstance(value, Node)
+    assert isinstance(node.target, Observe)
+    return value, node.target, writes.before(node, value)

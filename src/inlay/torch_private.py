@@ -33,6 +33,9 @@ __all__ = [
     "module_behind",
     "never_fall_back",
     "new_graph_like",
+    "set_autocast",
+    "set_grad_enabled",
+    "share_memory",
     "sizes_are_equal",
     "trace_symbolically",
     "without_fake_mode",
@@ -101,6 +104,19 @@ def trace_symbolically(function: Callable[..., Any], *example: torch.Tensor) -> 
     traced = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example)
     assert isinstance(traced, GraphModule)
     return traced
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same memory, also if they have no data.
+
+    torch 2.0; `data_ptr` is public and refuses tensors without data. Tensors under `vmap` and the
+    like do not tell, and count as if they did.
+    """
+    try:
+        storages = [tensor.untyped_storage()._cdata for tensor in (one, other)]
+    except (NotImplementedError, RuntimeError):
+        return True
+    return bool(storages[0] == storages[1])
 
 
 def sizes_are_equal(one: Any, other: Any) -> bool:
@@ -201,6 +217,22 @@ def compile_options(compiled: Any) -> Mapping[str, Any]:
         backend = backend._torchdynamo_orig_backend
     options: Mapping[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
     return options
+
+
+def set_grad_enabled() -> Callable[..., Any]:
+    """The op that switches gradients in a graph.
+
+    torch 1.11; `torch.set_grad_enabled` is public, and a context, which a graph cannot hold.
+    """
+    return torch._C._set_grad_enabled
+
+
+def set_autocast() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The ops that enter and leave autocast in a graph.
+
+    torch 1.13; `torch.autocast` is public, and a context, which a graph cannot hold.
+    """
+    return torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 
 
 def without_torch_function() -> AbstractContextManager[None]:

@@ -1,43 +1,26 @@
 import pytest
 import torch
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from graphs import STATIC, TRACERS, Functional, linear, observed, ops, targets, trace
-from torch import nn
+from graphs import (
+    STATIC,
+    TRACERS,
+    Functional,
+    inputs_for,
+    linear,
+    observed,
+    ops,
+    qparams_of,
+    targets,
+    trace,
+    with_constants,
+)
 
 from inlay import Recipe
-from inlay.graph import SlotInput, bind, slot_inputs
-from inlay.nodes.quantize import fold_weight
-from inlay.observers import QParamsDict
+from inlay.graph import slot_inputs
 from inlay.passes import FINALIZE, FoldQParams, Pipeline, RemoveObservers
-from inlay.recipe import Plan, make_observer
+from inlay.recipe import Plan
 
 X = torch.randn(2, 4)
-
-
-def qparams_of(
-    plan: Plan, model: nn.Module, values: dict[str, torch.Tensor]
-) -> dict[str, QParamsDict]:
-    found = {}
-    for slot in plan.slots.values():
-        if slot.is_observed:
-            weight = slot.base_name == "weight"
-            value = model.get_submodule(slot.module).weight if weight else values[slot.name]
-            observer = make_observer(slot.base_name, slot.args)
-            found[slot.name] = observer(value.detach()).get_qparams()
-    return found
-
-
-def constants(gm, plan: Plan, model: nn.Module, qparams) -> dict[SlotInput, torch.Tensor]:
-    return {
-        what: fold_weight(
-            model.get_submodule(plan.slots[what.slot].module).weight,
-            plan.slots[what.slot].args,
-            qparams[what.slot],
-        )
-        if what.key == "folded"
-        else qparams[what.slot][what.key]
-        for what in slot_inputs(gm.graph).values()
-    }
 
 
 def test_docstring_example() -> None:
@@ -66,7 +49,7 @@ def test_finalized_graphs_of_all_tracers_compute_the_quantized_model(how: str) -
     qparams = qparams_of(plan, model, values)
     gm = observed(trace(how, model, X), plan)
     final = Pipeline.of(FINALIZE, qparams=qparams)(gm).graph_module
-    bound = bind(final, constants(final, plan, model, qparams))
+    bound = with_constants(final, plan, model, qparams)
 
     def quantized(slot: str, value: torch.Tensor) -> torch.Tensor:
         q = qparams[slot]
@@ -74,11 +57,7 @@ def test_finalized_graphs_of_all_tracers_compute_the_quantized_model(how: str) -
 
     a = quantized("a.input", X) @ quantized("a.weight", model.a.weight).T
     b = quantized("b.input", a.relu()) @ quantized("b.weight", model.b.weight).T
-    parameters = {name.replace(".", "_parameters_"): p for name, p in model.named_parameters()}
-    inputs = [
-        parameters.get(node.name.removeprefix("l_self_modules_").removesuffix("_"), X)
-        for node in bound.graph.find_nodes(op="placeholder")
-    ]
+    inputs = inputs_for(bound, X)
     with torch.no_grad():
         result = bound(*inputs)
         exported = torch.export.export(bound, tuple(inputs)).module()(*inputs)

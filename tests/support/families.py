@@ -62,6 +62,23 @@ def vit(**changes: Any) -> nn.Module:
     return _seeded(ViTModel, ViTConfig(**{**sizes, "image_size": 16, "patch_size": 8, **changes}))
 
 
+def falcon(**changes: Any) -> nn.Module:
+    """Its layers multiply by `weight.T` instead of calling `linear`."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    fields = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+    return _seeded(FalconForCausalLM, FalconConfig(**{**fields, **changes}))
+
+
+def mamba(**changes: Any) -> nn.Module:
+    """It scans under `vmap`. Its `dt_proj` is never called: only its weight is used."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 32, "state_size": 8, "time_step_rank": 4, "vocab_size": 96}
+    fields = {**sizes, "num_hidden_layers": 2, **changes}
+    return _seeded(MambaForCausalLM, MambaConfig(**fields))
+
+
 FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,
     "qwen3": qwen3,

@@ -8,9 +8,11 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 from inlay import Recipe
-from inlay.graph import propagate_shapes
+from inlay.graph import SlotInput, bind, inputs_of, propagate_shapes, slot_inputs, tensor_of
+from inlay.nodes.quantize import fold_weight
+from inlay.observers import QParamsDict
 from inlay.passes import Annotate, InsertObservers, Pass, Pipeline, ShareObservers
-from inlay.recipe import Plan
+from inlay.recipe import Plan, make_observer
 
 STATIC = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
 
@@ -66,6 +68,41 @@ TRACERS = ["dynamo", "export", "symbolic_trace"]
 def observed(gm: GraphModule, plan: Plan, *more: Pass) -> GraphModule:
     pipeline = Pipeline((Annotate(plan=plan), InsertObservers(), ShareObservers(), *more))
     return pipeline(gm).graph_module
+
+
+def qparams_of(
+    plan: Plan, model: nn.Module, values: dict[str, torch.Tensor]
+) -> dict[str, QParamsDict]:
+    """Qparams by eager observers: of the model's weights, and of the values of other slots."""
+    found = {}
+    for slot in plan.slots.values():
+        if slot.is_observed:
+            weight = slot.base_name == "weight"
+            value = model.get_submodule(slot.module).weight if weight else values[slot.name]
+            observer = make_observer(slot.base_name, slot.args)
+            found[slot.name] = observer(value.detach()).get_qparams()
+    return found
+
+
+def with_constants(
+    gm: GraphModule, plan: Plan, model: nn.Module, qparams: dict[str, QParamsDict]
+) -> GraphModule:
+    """A folded graph with its scales and folded weights as constants."""
+
+    def constant(what: SlotInput) -> torch.Tensor:
+        if what.key != "folded":
+            return qparams[what.slot][what.key]
+        slot = plan.slots[what.slot]
+        return fold_weight(model.get_submodule(slot.module).weight, slot.args, qparams[slot.name])
+
+    return bind(gm, {what: constant(what) for what in slot_inputs(gm.graph).values()})
+
+
+def inputs_for(gm: GraphModule, *args: torch.Tensor) -> list[torch.Tensor]:
+    """What to call a graph with: the tensors it was traced with, or these where it has none."""
+    given = iter(args)
+    known = [tensor_of(gm, node) for node in inputs_of(gm.graph)]
+    return [next(given) if tensor is None else tensor for tensor in known]
 
 
 def ops(gm: GraphModule) -> list[str]:

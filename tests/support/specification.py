@@ -1,11 +1,13 @@
 """Eager observers on the inputs of Linear modules, by hooks: what graphs are held against."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from inlay import Calibration, Recipe
+from inlay.nodes.quantize import QuantizeDequantize, fold_weight
 from inlay.recipe import make_observer
 
 
@@ -46,6 +48,23 @@ def expected_qparams(
             model(**one)
     inputs.remove()
     return {name: observer.get_qparams() for name, observer in inputs.observers.items()}
+
+
+def quantized_copy(model: nn.Module, qparams: dict, recipe: Recipe) -> nn.Module:
+    """The model with folded weights, whose Linear modules quantize their inputs, by hooks."""
+    (scheme,) = recipe.config.config_groups.values()
+    model = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if f"{name}.weight" in qparams:
+            folded = fold_weight(module.weight, scheme.weights, qparams[f"{name}.weight"])
+            module.weight = nn.Parameter(folded, requires_grad=False)
+        if f"{name}.input" in qparams:
+            target = QuantizeDequantize(scheme.input_activations, ("scale", "zero_point"))
+            own = [qparams[f"{name}.input"][key] for key in target.names]
+            module.register_forward_pre_hook(
+                lambda _, args, target=target, own=own: (target(args[0], *own), *args[1:])
+            )
+    return model
 
 
 def assert_same_qparams(found: dict, expected: dict) -> None:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
 from inlay.graph import copy, fake_value, inputs_of, label_inputs, weight_use
+from inlay.passes import InlineCalls
 
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
@@ -38,7 +39,8 @@ class CompiledGraph:
 
     def __init__(self, backend: "Backend", gm: GraphModule) -> None:
         self.backend = backend
-        self.gm = copy(gm)
+        # Weights are operands of calls until these are inlined.
+        self.gm = gm = InlineCalls()(gm).graph_module
         self.num_outputs = _num_outputs(gm)
         uses = [weight_use(gm, node) for node in gm.graph.nodes]
         kinds = {use.weight_node: use.kind for use in uses if use is not None}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from inlay.calibration.compiled_graph import CompiledGraph
-from inlay.graph import format_graph
+from inlay.graph import EnclosedSlot, enclosed_slots, format_graph, inputs_of, tensor_of
 from inlay.nodes.observe import Observe
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
@@ -31,6 +31,9 @@ def explain(statistics: StatisticsBySlot, graphs: Iterable[CompiledGraph]) -> st
     }
     phase = "finalized" if statistics.is_final else "calibrating"
     parts = [f"{len(slots)} slots, {phase}", "\n".join(lines), *sorted(opaque)]
+    enclosed = dict.fromkeys(str(one) for graph in graphs for one in _enclosed(statistics, graph))
+    if enclosed:
+        parts.append("\n".join(enclosed))
     for index, graph in enumerate(graphs):
         for variant in graph.variants.values():
             parts.append(f"graph {index}:\n{format_graph(variant.graph_module)}")
@@ -44,6 +47,16 @@ def _observers(graph: CompiledGraph) -> Iterable[Observe]:
         for node in variant.graph_module.graph.nodes:
             if isinstance(node.target, Observe):
                 yield node.target
+
+
+def _enclosed(statistics: StatisticsBySlot, graph: CompiledGraph) -> Iterable[EnclosedSlot]:
+    """Slots of a graph that are left alone because of what their ops stand in."""
+    for variant in graph.variants.values():
+        # Variants may be pruned; the graph is whole, but does not know the tensors of its inputs.
+        gm = variant.graph_module
+        known = {node.name: tensor_of(gm, node) for node in inputs_of(gm.graph)}
+        tensors = {name: tensor for name, tensor in known.items() if tensor is not None}
+        yield from enclosed_slots(graph.gm, statistics.plan, tensors)
 
 
 def _row(statistics: StatisticsBySlot, slot: Slot) -> tuple[str, str, str, str, str]:

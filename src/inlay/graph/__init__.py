@@ -1,6 +1,17 @@
 """Read and edit FX graphs: matching, inputs, values without data, copies, printing, passes."""
 
-from inlay.graph.editing import copy, mutates, require_nodes
+from inlay.graph.editing import (
+    acts,
+    bodies_of,
+    body_held_by,
+    closes_transform,
+    copy,
+    mutates,
+    opens_transform,
+    require_nodes,
+    switches_modes,
+)
+from inlay.graph.higher_order import EnclosedSlot, enclosed_slots, transformed_nodes
 from inlay.graph.inputs import (
     SlotInput,
     add_input,
@@ -32,18 +43,26 @@ from inlay.graph.meta import (
 from inlay.graph.pass_base import Pass, PassResult, Pipeline
 from inlay.graph.printing import format_graph
 from inlay.graph.shapes import fake_value, propagate_shapes
+from inlay.graph.writes import Writes
 
 __all__ = [
+    "EnclosedSlot",
     "Pass",
     "PassResult",
     "Pipeline",
     "SlotInput",
     "WeightUse",
+    "Writes",
+    "acts",
     "add_input",
     "annotate",
     "attention_states",
     "bind",
+    "bodies_of",
+    "body_held_by",
+    "closes_transform",
     "copy",
+    "enclosed_slots",
     "erase_with_inputs",
     "fake_value",
     "folded_parts",
@@ -56,6 +75,7 @@ __all__ = [
     "module_path",
     "mutates",
     "observes",
+    "opens_transform",
     "propagate_shapes",
     "replace_weight",
     "require_nodes",
@@ -63,6 +83,8 @@ __all__ = [
     "slot_inputs",
     "slots_of",
     "stamp",
+    "switches_modes",
     "tensor_of",
+    "transformed_nodes",
     "weight_use",
 ]

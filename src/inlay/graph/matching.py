@@ -11,8 +11,18 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from inlay.graph.inputs import tensor_of
+from inlay.graph.meta import made_by, stamp
+from inlay.torch_private import OpOverload
 
-__all__ = ["WeightUse", "attention_states", "module_path", "replace_weight", "weight_use"]
+__all__ = [
+    "WeightUse",
+    "attention_states",
+    "module_path",
+    "replace_weight",
+    "tensor_op",
+    "transposed_by",
+    "weight_use",
+]
 
 _LINEAR = {F.linear, torch.ops.aten.linear.default}
 _EMBEDDING = {F.embedding, torch.embedding, torch.ops.aten.embedding.default}
@@ -37,6 +47,7 @@ class WeightUse:
     value: Node | None  # the activation; an embedding has none
     weight: torch.Tensor | None  # the very tensor, where it is known
     weight_node: Node | None  # None where the op is a call of the module itself
+    output: Node  # what the module returns: the op, or the sum of the op and a bias
 
 
 def weight_use(gm: GraphModule, node: Node) -> WeightUse | None:
@@ -45,40 +56,160 @@ def weight_use(gm: GraphModule, node: Node) -> WeightUse | None:
         module = gm.get_submodule(str(node.target))
         value = node.args[0] if node.args else node.kwargs.get("input")
         if isinstance(module, nn.Linear) and isinstance(value, Node):
-            return WeightUse("linear", value, module.weight, None)
+            return WeightUse("linear", value, module.weight, None, node)
         if isinstance(module, nn.Embedding):
-            return WeightUse("embedding", None, module.weight, None)
+            return WeightUse("embedding", None, module.weight, None, node)
         return None
-    if node.op != "call_function":
+    operands = _operands(node)
+    if operands is None:
         return None
-    kind = (
-        "linear" if node.target in _LINEAR else "embedding" if node.target in _EMBEDDING else None
-    )
-    if kind is None:
-        return None
-    value, weight_node = _operands(node)
-    if not isinstance(weight_node, Node) or (kind == "linear" and not isinstance(value, Node)):
+    value, weight_node = operands.value(node), operands.weight(node)
+    output = node
+    if operands.is_product:
+        weight_node = transposed_by(weight_node)
+        output = _with_bias(gm, node)
+    if not isinstance(weight_node, Node):
         return None
     weight = tensor_of(gm, weight_node)
-    return WeightUse(kind, value if kind == "linear" else None, weight, weight_node)
+    if operands.kind == "embedding":
+        return WeightUse("embedding", None, weight, weight_node, node)
+    if not isinstance(value, Node):
+        return None
+    return WeightUse("linear", value, weight, weight_node, output)
 
 
-def _operands(node: Node) -> tuple[Any, Any]:
-    """Value and weight of a linear or embedding op, given by position or by name."""
-    position = 0 if node.target in _WEIGHT_FIRST else 1
-    weight = node.args[position] if len(node.args) > position else node.kwargs.get("weight")
-    other = 1 - position
-    value = node.args[other] if len(node.args) > other else node.kwargs.get("input")
-    return value, weight
+@dataclass(frozen=True)
+class _Operands:
+    """Where an op takes its activation and its weight, each as a position and possible names."""
+
+    kind: str
+    value_at: tuple[int, tuple[str, ...]]
+    weight_at: tuple[int, tuple[str, ...]]
+    is_product: bool = False  # it multiplies by the weight as it is given, so by its transpose
+
+    def value(self, node: Node) -> Any:
+        return _argument(node, self.value_at)
+
+    def weight(self, node: Node) -> Any:
+        return _argument(node, self.weight_at)
+
+
+def _argument(node: Node, at: tuple[int, tuple[str, ...]]) -> Any:
+    position, names = at
+    if len(node.args) > position:
+        return node.args[position]
+    return next((node.kwargs[name] for name in names if name in node.kwargs), None)
+
+
+_FIRST = ("input", "self")
+_OPERANDS = {
+    "linear": _Operands("linear", (0, _FIRST), (1, ("weight",))),
+    "embedding": _Operands("embedding", (0, _FIRST), (1, ("weight",))),
+    "embedding, weight first": _Operands("embedding", (1, ("indices",)), (0, ("weight",))),
+    "product": _Operands("linear", (0, _FIRST), (1, ("other", "mat2")), is_product=True),
+    "addmm": _Operands("linear", (1, ("mat1",)), (2, ("mat2",)), is_product=True),
+}
+
+
+def _operands(node: Node) -> _Operands | None:
+    if node.op == "call_function":
+        if node.target in _LINEAR:
+            return _OPERANDS["linear"]
+        if node.target in _EMBEDDING:
+            first = node.target in _WEIGHT_FIRST
+            return _OPERANDS["embedding, weight first" if first else "embedding"]
+    name = tensor_op(node)
+    if name in _PRODUCTS:
+        return _OPERANDS["product"]
+    return _OPERANDS["addmm"] if name == "addmm" else None
 
 
 def replace_weight(node: Node, new: Node) -> None:
-    """Let a linear or embedding op use another weight."""
-    position = 0 if node.target in _WEIGHT_FIRST else 1
+    """Let an op that uses a weight use another one.
+
+    A product gets a transpose of its own: others may read the one that is there.
+    """
+    operands = _operands(node)
+    assert operands is not None
+    given = operands.weight(node)
+    if operands.is_product:
+        old = transposed_by(given)
+        with node.graph.inserting_before(node):
+            new_transpose = node.graph.node_copy(given, lambda n: new if n is old else n)
+        new = stamp(new_transpose, made_by(new) or "")
+    position, names = operands.weight_at
     if len(node.args) > position:
         node.update_arg(position, new)
     else:
-        node.update_kwarg("weight", new)
+        node.update_kwarg(next(name for name in names if name in node.kwargs), new)
+    if operands.is_product and not given.users:
+        node.graph.erase_node(given)
+
+
+def transposed_by(node: Any) -> Node | None:
+    """The matrix that a node is the transpose of; None if the node is anything else."""
+    if not isinstance(node, Node):
+        return None
+    name = tensor_op(node)
+    if name not in _TRANSPOSES and name not in _SWAPS and name != "permute":
+        return None
+    named = [node.kwargs[key] for key in _SOURCE_AND_DIMS if key in node.kwargs]
+    given: list[Any] = [*node.args, *named]
+    source, *dims = given
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = list(dims[0])
+    if not isinstance(source, Node):
+        return None
+    if name in _TRANSPOSES:
+        return source
+    if len(dims) != 2 or not all(isinstance(dim, int) for dim in dims):
+        return None
+    first, second = (dim % 2 if -2 <= dim < 2 else None for dim in dims)
+    swapped = {first, second} == {0, 1} if name in _SWAPS else (first, second) == (1, 0)
+    return source if swapped else None
+
+
+_PRODUCTS = {"matmul", "mm", "linalg_matmul"}
+_TRANSPOSES = {"t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H"}
+_SWAPS = {"transpose", "swapaxes", "swapdims", "movedim", "moveaxis"}
+_SOURCE_AND_DIMS = (
+    "input", "self", "dim0", "dim1", "axis0", "axis1", "source", "destination", "dims",
+)  # fmt: skip
+
+
+def tensor_op(node: Node) -> str | None:
+    """The name of an op on tensors, however it is called: `t` for `x.t()`, `torch.t`, `aten.t`."""
+    target = node.target
+    if node.op == "call_method":
+        return _SPELLED.get(str(target), str(target))
+    if node.op != "call_function":
+        return None
+    if target is getattr:
+        return str(node.args[1])
+    if isinstance(target, OpOverload):
+        return str(target.overloadpacket.__name__) if target.namespace == "aten" else None
+    name = getattr(target, "__name__", "")
+    # A function of the user's own may have the name of one of torch.
+    known = (getattr(owner, name, None) for owner in (torch, torch.Tensor, operator))
+    if any(target is function for function in known) or target is torch.linalg.matmul:
+        return _SPELLED.get(name, name)
+    return None
+
+
+_SPELLED = {"__matmul__": "matmul", "imatmul": "matmul"}
+
+
+def _with_bias(gm: GraphModule, product: Node) -> Node:
+    """The sum of a product and a bias, which is what the module returns; else the product."""
+    user = next(iter(product.users), None)
+    if user is None or len(product.users) > 1 or tensor_op(user) not in ("add", "iadd", "add_"):
+        return product
+    if module_path(user) != module_path(product) or user.kwargs.get("alpha", 1) != 1:
+        return product
+    addend = next((n for n in user.all_input_nodes if n is not product), None)
+    bias = tensor_of(gm, addend)
+    is_bias = isinstance(bias, nn.Parameter) and bias.ndim == 1
+    return user if is_bias else product
 
 
 def attention_states(node: Node) -> dict[str, Node] | None:
