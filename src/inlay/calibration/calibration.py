@@ -16,7 +16,6 @@ from inlay.graph import Pass, Pipeline, bind, slot_inputs
 from inlay.observers import QParamsDict
 from inlay.passes import FINALIZE, PREPARE, LeaveOutPadding, OutlineRepeats
 from inlay.recipe import Recipe
-from inlay.run_record import Record
 from inlay.statistics.by_slot import Statistics
 from inlay.statistics.on_disk import DataSeen, StoredStatistics
 from inlay.torch_private import graph_break_error
@@ -50,9 +49,6 @@ class Calibration:
         self.recipe = recipe
         self.statistics = Statistics(model, recipe)
         self.statistics.show_progress = progress
-        self.record: Record | None = None
-        self.held_out: list[Any] = []
-        self.tokenizer: Any = None
         self.data_seen = DataSeen()
         self._backend = Backend(self.statistics, compiler=compiler, passes=passes)
         self._observing = Backend(self.statistics, compiler=compiler, passes=passes, outputs=False)

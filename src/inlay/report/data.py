@@ -10,8 +10,8 @@ from inlay.report.plain import from_plain, to_plain
 __all__ = [
     "Change",
     "Distribution",
+    "Finding",
     "LayerError",
-    "Remark",
     "ReportData",
     "SlotRecord",
     "Stage",
@@ -108,7 +108,7 @@ class SlotRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remark:
+class Finding:
     """Something a reader should know.
 
     :param about: the slot or module it concerns; None for the model as a whole
@@ -150,7 +150,7 @@ class ReportData:
     changes: tuple[Change, ...] = ()
     layers: tuple[LayerError, ...] = ()
     slots: tuple[SlotRecord, ...] = ()
-    warnings: tuple[Remark, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def to_json(self) -> str:
         """As JSON by the letter: numbers that JSON lacks are written as words."""

@@ -1,7 +1,7 @@
 // Reads the data and fills the page.
 
 const WORST = 6;
-const REMARKS = 12; // how many are shown before the rest is folded away
+const FINDINGS = 12; // how many are shown before the rest is folded away
 const PARTS = [
   ["output", "outputs"],
   ["weight", "weights"],
@@ -142,7 +142,7 @@ function fillChanges(changes) {
   byId("changes").replaceChildren(...parts);
 }
 
-function remarkItem({ severity, about, text }) {
+function findingItem({ severity, about, text }) {
   const lines = [element("p", "", text)];
   if (about) lines.unshift(element("p", "name", about));
   return element("li", "", [
@@ -151,24 +151,24 @@ function remarkItem({ severity, about, text }) {
   ]);
 }
 
-function fillWarnings(remarks) {
+function fillFindings(findings) {
   const isNote = ({ severity }) => severity !== "warning";
-  const items = [...remarks].sort((a, b) => isNote(a) - isNote(b)).map(remarkItem);
+  const items = [...findings].sort((a, b) => isNote(a) - isNote(b)).map(findingItem);
   if (!items.length) {
-    byId("warnings").replaceChildren(nothing("None."));
+    byId("findings").replaceChildren(nothing("None."));
     return;
   }
-  const parts = [element("ul", "remarks", items.slice(0, REMARKS))];
-  const rest = items.slice(REMARKS);
+  const parts = [element("ul", "findings", items.slice(0, FINDINGS))];
+  const rest = items.slice(FINDINGS);
   if (rest.length) {
     parts.push(
       element("details", "", [
         element("summary", "", `${formatCount(rest.length)} more`),
-        element("ul", "remarks", rest),
+        element("ul", "findings", rest),
       ]),
     );
   }
-  byId("warnings").replaceChildren(...parts);
+  byId("findings").replaceChildren(...parts);
 }
 
 // Charts over depth
@@ -493,7 +493,7 @@ function main() {
   byId("report").hidden = false; // a chart has no size while it is hidden
   setChartDefaults();
   fillSummary(report);
-  fillWarnings(report.warnings);
+  fillFindings(report.findings);
   fillChanges(report.changes);
   fillStages(report.stages);
   fillOrigin(report);

@@ -14,7 +14,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from inlay.report.data import Change, Remark, ReportData
+from inlay.files import write_atomically
+from inlay.report.data import Change, Finding, ReportData
 from inlay.report.numbers import count, duration, number, size
 
 __all__ = ["render", "write"]
@@ -45,14 +46,7 @@ def render(data: ReportData) -> str:
 def write(data: ReportData, path: str | os.PathLike[str]) -> Path:
     """Write the page. Whoever reads the file sees the old page or the new one, never a part."""
     path = Path(path)
-    page = render(data)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(page, encoding="utf-8", newline="\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_atomically(path, render(data))
     return path
 
 
@@ -104,8 +98,8 @@ def _summary(data: ReportData) -> str:
             f"<dl>{terms}</dl>",
             "<h2>How the output changed</h2>",
             _items(map(_change_line, data.changes), nothing="Not measured."),
-            "<h2>Warnings</h2>",
-            _items(map(_remark_line, data.warnings), nothing="None."),
+            "<h2>Findings</h2>",
+            _items(map(_finding_line, data.findings), nothing="None."),
         ]
     )
 
@@ -121,6 +115,6 @@ def _change_line(change: Change) -> str:
     return f"{change.name}: {', '.join(given) or number(None)}. {change.explanation}"
 
 
-def _remark_line(remark: Remark) -> str:
-    about = f" {remark.about}:" if remark.about is not None else ""
-    return f"{remark.severity.capitalize()}:{about} {remark.text}"
+def _finding_line(finding: Finding) -> str:
+    about = f" {finding.about}:" if finding.about is not None else ""
+    return f"{finding.severity.capitalize()}:{about} {finding.text}"
