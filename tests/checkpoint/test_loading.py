@@ -107,7 +107,7 @@ def test_broken_weights(folder: Path) -> None:
 
 
 def test_folders_that_are_not_of_a_model(folder: Path, tmp_path: Path) -> None:
-    assert "is a file; give the folder" in refused(folder / "config.json")
+    assert "is a file; give its folder" in refused(folder / "config.json")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "empty has no config.json: it is not the folder of a model" in refused(empty)
