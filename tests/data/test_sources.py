@@ -260,7 +260,7 @@ def test_data_that_is_refused() -> None:
     ids = torch.ones(1, 2, dtype=torch.int64)
     assert "a list is empty" in refused([])
     assert "a generator is empty" in refused(x for x in ())  # type: ignore[var-annotated]
-    assert "row 1 of a list is text; pass the model's tokenizer" in refused(["w1"])
+    assert "row 1 of a list is text, which needs a tokenizer" in refused(["w1"])
     assert "single tensor" in refused(ids)
     assert "single mapping with input_ids" in refused({"input_ids": ids})
     assert "cannot calibrate on a int" in refused(3)

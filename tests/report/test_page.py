@@ -261,8 +261,8 @@ def changed(**parts: Any) -> str:
     ("text", "problem"),
     [
         ("{", "the saved report is not JSON"),
-        ("[]", "has version None, this Inlay reads 1"),
-        ('{"version": 2, "report": {}}', "has version 2, this Inlay reads 1"),
+        ("[]", "has version None, but this Inlay reads 1"),
+        ('{"version": 2, "report": {}}', "has version 2, but this Inlay reads 1"),
         ('{"version": 1}', "report must be dict, not None"),
         (changed(tokens="many"), "report.tokens must be int, not 'many'"),
         (changed(tokens=True), "report.tokens must be int, not True"),

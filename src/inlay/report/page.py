@@ -1,7 +1,7 @@
-"""The report as one HTML page without a single request.
+"""The report as one HTML page that makes no request.
 
-Whatever comes from the model or the data is in the page twice: as JSON that the script reads and
-shows as text, and escaped in a summary for readers without scripts.
+Names and numbers of the model are in the page twice: as JSON that the script shows as text, and
+escaped in a summary for readers without scripts.
 """
 
 import base64
@@ -21,15 +21,15 @@ from inlay.report.numbers import count, duration, number, size
 __all__ = ["render", "write"]
 
 _SCRIPTS = ("text.js", "charts.js", "table.js", "page.js")
-# Inside a script element an HTML parser looks for a few sequences whatever the script's type.
+# Inside a script element an HTML parser looks for a few sequences, whatever the script's type.
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in ("<", ">", "&", chr(0x2028), chr(0x2029))})
 
 
 def render(data: ReportData) -> str:
-    """The page."""
+    """Return the page of a report."""
     style = _asset("page.css")
     library = _asset("chart.umd.min.js").partition("//# sourceMappingURL")[0]
-    # In a function of its own, so that no name meets one of the library's.
+    # A function around the scripts keeps their names apart from those of the library.
     script = "(() => {\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
     return Template(_asset("page.html")).substitute(
         policy=_policy(scripts=[library, script], styles=[style]),
@@ -44,14 +44,14 @@ def render(data: ReportData) -> str:
 
 
 def write(data: ReportData, path: str | os.PathLike[str]) -> Path:
-    """Write the page. Whoever reads the file sees the old page or the new one, never a part."""
+    """Write the page atomically: a reader sees the old page or the new one, never a part."""
     path = Path(path)
     write_atomically(path, render(data))
     return path
 
 
 def _escaped(text: str) -> str:
-    # Half of a surrogate pair, as from a file name that is not UTF-8, cannot be written.
+    # Half a surrogate pair, as in a file name that is not UTF-8, cannot be encoded.
     return escape(text.encode("utf-8", "replace").decode("utf-8"))
 
 
@@ -61,7 +61,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(*, scripts: Iterable[str], styles: Iterable[str]) -> str:
-    """Nothing is loaded from anywhere, and nothing runs but what is written here."""
+    """Return a policy that loads nothing and runs only the scripts of the page."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -80,7 +80,7 @@ def _source_hash(text: str) -> str:
 
 
 def _summary(data: ReportData) -> str:
-    """The few lines that a reader without scripts gets."""
+    """Return the summary for readers without scripts."""
     seconds = sum(stage.seconds for stage in data.stages)
     facts = {
         "Model": data.model,
