@@ -58,10 +58,10 @@ def digest(batch: Batch) -> bytes:
 
 
 def varying_sizes(batches: Iterable[Any]) -> Varying:
-    """Find dimensions whose size differs in at least half of the batches, as lengths of texts do.
+    """Find dimensions for which no size is that of more than half of the batches.
 
-    Compiled for the size of the first batch, a model would be compiled again for the second. If
-    most sizes are equal that pays off: code for one size is faster.
+    The length of texts is one. Compiled for the first length, a model would be compiled again for
+    the second. If most sizes are equal that pays off: code for one size is faster.
     """
     shapes: dict[str | int, list[torch.Size]] = defaultdict(list)
     for batch in batches:

@@ -94,7 +94,7 @@ def batches_of(
             held_out=[],
             samples=None,
         )
-    weight = _one if opened.holds_rows else _row_count
+    weight = _count_one if opened.holds_rows else _row_count
     used, kept = _split(opened, weight, samples, held_out)
     return Batches(
         source=opened.described(len(used) + len(kept), used[0]),
@@ -111,7 +111,7 @@ class _Opened:
     name: str
     holds_rows: bool
     is_finite: bool
-    start: Iterator[Any] | None  # what is left of the first reading, with the first item in front
+    start: Iterator[Any] | None  # the first reading, from its first item on
     again: Callable[[], Iterator[Any]] | None
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,7 +120,7 @@ class _Opened:
             return start
         if self.again is None:
             raise ConfigurationError(
-                f"{self.name} can be read only once; pass a list, or say how many samples to use"
+                f"{self.name} can be read only once; pass a list, or set the number of samples"
             )
         return self.again()
 
@@ -144,7 +144,7 @@ class _Restartable:
 def _open(data: Any) -> _Opened:
     if isinstance(data, (str, os.PathLike)):
         rows = read_rows(data)
-        return _looked_at(os.path.basename(data), rows, again=lambda: read_rows(data))
+        return _peeked(os.path.basename(data), rows, again=lambda: read_rows(data))
     if isinstance(data, torch.Tensor):
         raise ConfigurationError("data is a single tensor; pass a list of batches: [tensor]")
     if isinstance(data, Mapping):
@@ -163,8 +163,8 @@ def _open_iterable(data: Iterable[Any]) -> _Opened:
     can_begin_anew = start is not data
     first = next(start, _END)
     holds_rows = _is_dataset(data) or _is_row(first)
-    read = _rows if holds_rows else _ready
-    return _looked_at(
+    read = _rows if holds_rows else _ready_batches
+    return _peeked(
         name,
         read(itertools.chain([] if first is _END else [first], start), name),
         again=(lambda: read(data, name)) if can_begin_anew else None,
@@ -173,7 +173,7 @@ def _open_iterable(data: Iterable[Any]) -> _Opened:
     )
 
 
-def _looked_at(
+def _peeked(
     name: str,
     start: Iterator[Any],
     *,
@@ -195,7 +195,7 @@ def _rows(records: Iterable[Any], name: str) -> Iterator[Row]:
             yield row
 
 
-def _ready(items: Iterable[Any], name: str) -> Iterator[Batch]:
+def _ready_batches(items: Iterable[Any], name: str) -> Iterator[Batch]:
     return (_as_batch(item, f"batch {number} of {name}") for number, item in enumerate(items, 1))
 
 
@@ -263,7 +263,7 @@ def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
         yield chunk
 
 
-def _one(_row: Any) -> int:
+def _count_one(_row: Any) -> int:
     return 1
 
 
