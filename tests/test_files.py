@@ -1,4 +1,4 @@
-"""Folders and files that are there as a whole, or not at all."""
+"""Folders and files appear complete or not at all."""
 
 import errno
 import os
@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from inlay.errors import CheckpointError, ConfigurationError, InlayError
-from inlay.files import new_folder, write_atomically
+from inlay.files import (
+    new_file,
+    new_folder,
+    require_room,
+    require_writable,
+    write_atomically,
+)
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Everything in a folder, what is hidden too."""
+    """Return the text of every file in a folder, hidden ones included."""
     return {
         str(path.relative_to(folder)): path.read_text()
         for path in sorted(folder.rglob("*"))
@@ -154,7 +160,7 @@ def test_everything_is_on_the_disk_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    rename, flush = os.rename, os.fsync
+    rename = os.rename
     monkeypatch.setattr(
         os, "fsync", lambda number: done.append(os.readlink(f"/proc/self/fd/{number}"))
     )
@@ -164,7 +170,6 @@ def test_everything_is_on_the_disk_before_the_rename(
         (folder / "sub" / "file").write_text("new")
     inside = [str(folder / "sub" / "file"), str(folder / "sub"), str(folder)]
     assert done == [*inside, "rename", str(tmp_path)]
-    assert flush is not os.fsync
 
 
 KILLED = """
@@ -200,6 +205,96 @@ def test_what_was_moved_aside_by_a_killed_run_is_named(tmp_path: Path) -> None:
 def test_those_who_are_still_writing_are_not_leftovers(tmp_path: Path) -> None:
     with new_folder(tmp_path / "out"), new_folder(tmp_path / "out"):
         pass
+
+
+UNMAKEABLE = {"a file": "Not a directory", "no folders": "", "a long name": "File name too long"}
+
+
+@pytest.fixture(params=UNMAKEABLE)
+def unmakeable(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A place where no folder can be made, and the reason that the system gives."""
+    (tmp_path / "file").write_text("file")
+    places = {
+        "a file": tmp_path / "file" / "deep" / "out",
+        "no folders": Path("/proc/deep/out"),  # refused to the administrator as well
+        "a long name": tmp_path / ("n" * 250),
+    }
+    return places[request.param], UNMAKEABLE[request.param]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(
+    unmakeable: tuple[Path, str], tmp_path: Path
+) -> None:
+    place, reason = unmakeable
+    with pytest.raises(ConfigurationError, match=f"cannot write the folder {place}: {reason}"):
+        require_room(place)
+    with pytest.raises(
+        ConfigurationError, match=f"cannot write the folder {place}/stat.*: {reason}"
+    ):
+        require_writable(place / "statistics")
+    with pytest.raises(ConfigurationError, match="cannot write the folder"), new_folder(place):
+        pytest.fail("nothing must be done first")
+    assert contents(tmp_path) == {"file": "file"}
+
+
+def test_asking_for_room_leaves_nothing_behind(tmp_path: Path) -> None:
+    require_room(tmp_path / "deep" / "out")
+    require_room(tmp_path / "out")
+    require_writable(tmp_path)
+    require_writable(tmp_path / "deep" / "statistics")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_whose_folder_cannot_be_made_is_named(unmakeable: tuple[Path, str]) -> None:
+    place, reason = unmakeable
+    with pytest.raises(CheckpointError, match=f"{place} could not be written: {reason}"):
+        write_atomically(place, "new")
+
+
+def test_a_file_inside_a_folder_fails_with_one_message(
+    old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+
+    def write() -> None:
+        with new_folder(old, overwrite=True) as folder:
+            write_atomically(folder / "inside", "new")
+
+    with pytest.raises(CheckpointError) as caught:
+        write()
+    assert str(caught.value).count("could not be written") == 1
+    assert str(caught.value).startswith(f"{old} could not be written: No space left on device")
+
+
+def test_another_writer_can_write_the_file(tmp_path: Path) -> None:
+    """Such as that of safetensors, which writes for the owner's eyes only."""
+    path = tmp_path / "deep" / "file"
+    with new_file(path) as partial:
+        partial.touch(mode=0o600)
+        partial.write_text("new")
+        assert partial.parent == path.parent
+        assert not path.exists()
+    assert contents(tmp_path) == {"deep/file": "new"}
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("wrong")])
+def test_an_exception_leaves_the_old_file(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write() -> None:
+        with new_file(path) as partial:
+            partial.write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
+    assert contents(tmp_path) == {"file": "old"}
 
 
 @pytest.mark.parametrize("content", ["text ü", b"\x00bytes"])

@@ -1,4 +1,4 @@
-"""Files and folders that are there as a whole, or not at all."""
+"""Files and folders that appear complete or not at all."""
 
 import contextlib
 import os
@@ -10,23 +10,23 @@ from pathlib import Path
 
 from inlay.errors import CheckpointError, ConfigurationError
 
-__all__ = ["new_folder", "write_atomically", "written_atomically"]
+__all__ = ["new_file", "new_folder", "require_room", "require_writable", "write_atomically"]
 
-_PARTIAL = ".partial"  # something being written
-_REPLACED = ".replaced"  # what was there before, until the new is in its place
+_PARTIAL = ".partial"  # ends the name of something that is still being written
+_REPLACED = ".replaced"  # ends the name of an old folder until the new one is in its place
 
 
 @contextlib.contextmanager
 def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to write into, that becomes `path` if all goes well and is removed otherwise.
+    """Yield a folder to write into; rename it to `path` on success, remove it on failure.
 
-    Until then it is a hidden sibling of `path`, so that the last step is a rename.
+    Until then the folder is a hidden sibling of `path`, so that the last step is a rename.
 
-    :param path: where the folder will be; it may be there already if it is empty
+    :param path: where the folder will be; an empty folder may be there already
     :param overwrite: replace a folder that is not empty, once the new one is complete
     """
     target = Path(os.path.realpath(path))
-    _require_room(target, overwrite)
+    require_room(target, overwrite=overwrite)
     _warn_of_leftovers(target)
     partial = _sibling(target, _PARTIAL)
     try:
@@ -40,29 +40,65 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write a file. Whoever reads it sees the old content or the new, never a part."""
-    with written_atomically(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
 @contextlib.contextmanager
-def written_atomically(path: str | Path) -> Iterator[Path]:
-    """Give the name of a file to write, and rename it to `path` if all goes well."""
+def new_file(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path to write to; rename it to `path` on success, remove it on failure.
+
+    A reader of `path` sees the old content or the new, never a part. Missing parent folders are
+    made.
+    """
     target = Path(os.path.realpath(path))
     partial = _sibling(target, _PARTIAL)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         yield partial
+        _make_readable(partial)
         _flush(partial)
         os.replace(partial, target)
         _flush(target.parent)
     except OSError as error:
         raise _unwritten(target, partial, error) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
-def _require_room(target: Path, overwrite: bool) -> None:
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Write a file as `new_file` does, from content that is in memory."""
+    with new_file(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def require_room(path: str | Path, *, overwrite: bool = False) -> None:
+    """Refuse a path where `new_folder` could not put a folder.
+
+    A command calls this first, because hours of work may lie before the folder is written.
+    """
+    target = Path(os.path.realpath(path))
+    with _refusing(target):
+        _require_free(target, overwrite)
+        _try_beside(target)
+
+
+def require_writable(folder: str | Path) -> None:
+    """Refuse a folder that cannot be written into, or cannot be made if it is missing."""
+    target = Path(os.path.realpath(folder))
+    with _refusing(target):
+        _try_beside(target / "file")
+
+
+@contextlib.contextmanager
+def _refusing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot write the folder {target}: {error.strerror or error}. Name another place, or "
+            "change what is in the way"
+        ) from error
+
+
+def _require_free(target: Path, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise ConfigurationError(f"{target} is a file; name a folder to write into")
     if not target.is_dir() or not any(target.iterdir()):
@@ -75,18 +111,28 @@ def _require_room(target: Path, overwrite: bool) -> None:
     here = [Path.cwd(), Path.home()]
     if any(target == place or target in place.parents for place in here):
         raise ConfigurationError(
-            f"{target} holds the working directory or your home; it is not replaced, with "
-            "overwrite neither. Name another folder"
+            f"{target} holds the working directory or your home; it is never replaced, even with "
+            "overwrite=True. Name another folder"
         )
 
 
+def _try_beside(target: Path) -> None:
+    """Make and remove a folder where `target` will be: permission bits alone do not tell."""
+    first_missing = target
+    while not first_missing.parent.exists():
+        first_missing = first_missing.parent
+    trial = _sibling(first_missing, _PARTIAL)
+    trial.mkdir()
+    trial.rmdir()
+
+
 def _sibling(target: Path, ending: str) -> Path:
-    """A hidden name beside `target` that no other process and no other call takes."""
+    """Return a hidden name beside `target` that no other process and no other call uses."""
     return target.parent / f".{target.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}{ending}"
 
 
 def _warn_of_leftovers(target: Path) -> None:
-    """Name what a killed run has left behind."""
+    """Name the hidden folders that a killed run left behind."""
     meanings = {
         _PARTIAL: "is part of a result that was never finished; delete it",
         _REPLACED: f"was {target.name} before a run that was stopped; rename it back or delete it",
@@ -108,11 +154,13 @@ def _is_running(process: str) -> bool:
 
 
 def _unwritten(target: Path, partial: Path, error: OSError) -> CheckpointError:
-    """The error for a user: what was being written, why it failed, how much room there was."""
+    """Return an error that names the file being written, the reason, and the free space."""
+    if isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError):
+        error = error.__cause__  # a file inside the folder has already failed with its own message
     reason = error.strerror or str(error)
-    what = error.filename or _newest_file(partial)
-    if what is not None and error.strerror:
-        reason = f"{reason} (writing {Path(os.fsdecode(what)).name})"
+    file = error.filename or _newest_file(partial)
+    if file is not None and error.strerror:
+        reason = f"{reason} (writing {Path(os.fsdecode(file)).name})"
     report = CheckpointError(
         f"{target} could not be written: {reason}. {_free_space(target)}Nothing was changed there; "
         "make room or name another place, and try again"
@@ -122,16 +170,16 @@ def _unwritten(target: Path, partial: Path, error: OSError) -> CheckpointError:
 
 
 def _newest_file(folder: Path) -> Path | None:
-    """What a failed write belongs to: the error itself does not know."""
+    """Return the file that a failed write belongs to, when the error does not name it."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def _free_space(target: Path) -> str:
     place = target
-    while not place.exists():
-        place = place.parent
     try:
+        while not place.exists():
+            place = place.parent
         free = shutil.disk_usage(place).free
     except OSError:
         return ""
@@ -154,19 +202,23 @@ def _move_in(partial: Path, target: Path) -> None:
     _flush(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     if replaced.exists():
-        warnings.warn(f"{replaced}, which was replaced, could not be deleted", stacklevel=4)
+        warnings.warn(f"the replaced folder could not be deleted: {replaced}", stacklevel=4)
 
 
 def _flush_tree(folder: Path) -> None:
-    """Have everything on the disk before the rename, which may otherwise get there first."""
-    mask = os.umask(0)
-    os.umask(mask)
+    """Write everything to the disk before the rename, which might otherwise get there first."""
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
-            # Some libraries write for the owner's eyes only; a checkpoint is there to be served.
-            (Path(root) / name).chmod(0o666 & ~mask)
+            _make_readable(Path(root) / name)
             _flush(Path(root) / name)
         _flush(Path(root))
+
+
+def _make_readable(file: Path) -> None:
+    """Give a file the usual permissions: some libraries write for the owner only."""
+    mask = os.umask(0)
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)
 
 
 def _flush(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Progress bars, where somebody watches."""
+"""Progress bars, drawn only if somebody watches."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,9 +21,10 @@ _T = TypeVar("_T")
 
 
 def watched(items: Iterable[_T], what: str, *, show: bool | None = None) -> Iterator[_T]:
-    """The items, with a bar that says how many are done and how long the rest will take.
+    """Yield the items, with a bar that shows how many are done and how long the rest will take.
 
-    :param show: whether to draw it; by default where the error output is a terminal
+    :param what: label of the bar
+    :param show: draw the bar; by default if standard error is a terminal
     """
     items = list(items)
     show = _shown(show)
@@ -31,10 +32,12 @@ def watched(items: Iterable[_T], what: str, *, show: bool | None = None) -> Iter
 
 
 class Bar:
-    """A bar over steps that are not equal, with what is done in a second.
+    """A bar over steps of different size, with the amount done per second.
 
-    :param total: how many steps there are, if that is known
-    :param unit: what the amounts given to `advance` are
+    :param what: label of the bar
+    :param total: how many steps there are, or None if that is unknown
+    :param unit: unit of the amounts given to `advance`
+    :param show: draw the bar; by default if standard error is a terminal
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Bar:
         self._task = self._progress.add_task(what, total=total, rate="compiling")
 
     def advance(self, amount: int) -> None:
-        """Another step is done."""
+        """Count one more step of the given amount."""
         self.amount += amount
         elapsed = self._progress.tasks[0].elapsed
         rate = f"{self.amount / elapsed:,.0f} {self.unit}/s" if elapsed else ""

@@ -1,19 +1,20 @@
-"""What a calibration was run with, and how it went."""
+"""The record of a run: its model, its data, and the time that each stage took."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["Record", "Stages"]
+__all__ = ["Record", "Stages", "model_name"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A run, for people and for reports.
+    """Facts about a run, for people and for reports.
 
-    :param model: name or path of the model
-    :param data: where the data came from
+    :param model: name of the model
+    :param data: description of the data's source
     :param stages: names and seconds, in order
     """
 
@@ -27,7 +28,7 @@ class Record:
 
 @dataclass
 class Stages:
-    """Seconds that the parts of a run take. A stage that is entered again goes on."""
+    """A clock for the stages of a run. Entering a stage again adds to its seconds."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -42,5 +43,21 @@ class Stages:
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
+    def forget(self, *names: str) -> None:
+        for name in names:
+            self.seconds.pop(name, None)
+
     def as_tuple(self) -> tuple[tuple[str, float], ...]:
         return tuple(self.seconds.items())
+
+
+def model_name(model: object) -> str:
+    """Return the name of the folder that a model was loaded from, else the name of its class.
+
+    Reports are passed on, so the rest of the path stays on the machine.
+    """
+    place = getattr(model, "name_or_path", None)
+    if not isinstance(place, str) or not place:
+        return type(model).__name__
+    # Only "." and the like have to be looked up; the name of a linked folder is that of the link.
+    return os.path.basename(os.path.abspath(place)) or type(model).__name__

@@ -1,4 +1,4 @@
-"""Models and tokenizers from folders and names, without surprises."""
+"""Loading models and tokenizers from folders and by name, without surprises."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tokens import word_tokenizer
 from torch import nn
 
 import inlay
-from inlay.checkpoint.loading import empty_model, load_model, load_tokenizer
+from inlay.checkpoint.loading import empty_model, find_tokenizer, load_model, load_tokenizer
 from inlay.errors import ConfigurationError
 
 
@@ -58,15 +58,24 @@ def test_dtype(folder: Path) -> None:
     assert load_model(folder).dtype == torch.float32
     assert load_model(folder, dtype="bfloat16").dtype == torch.bfloat16
     assert load_model(folder, dtype=torch.float16).dtype == torch.float16
-    with pytest.raises(ConfigurationError, match="there is no dtype 'int3'; there are auto, float"):
+    with pytest.raises(ConfigurationError, match="no dtype 'int3'; choose one of auto, float32"):
         load_model(folder, dtype="int3")
 
 
 def test_a_tokenizer(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="tiny has no tokenizer"):
         load_tokenizer(folder)
+    assert find_tokenizer(folder) is None
     word_tokenizer().save_pretrained(folder)
-    assert load_tokenizer(folder)("w1 w2")["input_ids"] == [1, 2]
+    for load in (load_tokenizer, find_tokenizer):
+        assert load(folder)("w1 w2")["input_ids"] == [1, 2]
+
+
+def test_a_tokenizer_that_does_not_load_is_named_and_left_out(folder: Path) -> None:
+    word_tokenizer().save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"continuing without a tokenizer: cannot load .*tiny"):
+        assert find_tokenizer(folder) is None
 
 
 def refused(place: object, load: Callable[..., Any] = load_model, **options: Any) -> str:
@@ -80,9 +89,9 @@ def refused(place: object, load: Callable[..., Any] = load_model, **options: Any
 @pytest.mark.parametrize("load", [load_model, load_tokenizer, empty_model])
 def test_nothing_is_downloaded_by_surprise(load: Callable[..., Any]) -> None:
     message = refused("acme/no-such-model", load)
-    assert "neither a folder nor in the cache of downloaded models; --download" in message
+    assert "neither a folder nor in the cache of downloaded models; download=True" in message
     assert "there is no folder ./missing" in refused("./missing", load)
-    # Asked to download, but told by the environment to stay offline: then why is what is said.
+    # The environment forbids what is asked for, and the error says why it failed.
     assert "cannot load acme/no-such-model: " in refused("acme/no-such-model", load, download=True)
 
 
@@ -98,7 +107,7 @@ def test_broken_weights(folder: Path) -> None:
 
 
 def test_folders_that_are_not_of_a_model(folder: Path, tmp_path: Path) -> None:
-    assert "is a file; give the folder" in refused(folder / "config.json")
+    assert "is a file; give its folder" in refused(folder / "config.json")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "empty has no config.json: it is not the folder of a model" in refused(empty)
@@ -113,7 +122,7 @@ def test_missing_weights_are_not_made_up(folder: Path) -> None:
 
 def test_quantized_models_are_refused(folder: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "compressed-tensors"})
-    assert "is quantized already; calibrate the model that it was made from" in refused(folder)
+    assert "is quantized already; calibrate the model it was made from" in refused(folder)
 
 
 MODELING = """

@@ -406,7 +406,7 @@ import os, resource, signal, sys
 import inlay
 from inlay.errors import CheckpointError
 from inlay.files import new_folder
-from test_checkpoint import calibrated
+from test_writing import calibrated
 
 def save():
     with new_folder(sys.argv[1], overwrite=True) as folder:
@@ -431,7 +431,8 @@ save()
 
 def test_writes_that_fail_and_a_kill_leave_the_old_checkpoint(old: Path) -> None:
     """For real: the writer of safetensors has errors of its own, and a kill asks nobody."""
-    path = os.pathsep.join([str(Path(__file__).parent.parent / "support"), *filter(None, sys.path)])
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "support"), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", FAILS_AND_DIES, str(old)],
         env={**os.environ, "PYTHONPATH": path},

@@ -21,7 +21,6 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import inlay
-from inlay.calibration.calibration import Calibration
 from inlay.cli import app
 from inlay.cli.arguments import Accepted, KvCache
 from inlay.cli.recipes import KV_CACHES, ObserverChoice, Wanted, run_observer_file
@@ -86,16 +85,11 @@ class Record:
 
 
 @dataclass
-class FakeCalibration:
-    """Stands in for what a run returns, and remembers what it was asked for."""
+class FakeRun:
+    """Stands in for a run; saving writes hardly anything."""
 
     recipe: Any
-    record: Record | None = field(default_factory=Record)
-    tokenizer: Any = None
-    finalized: dict[str, Any] | None = None
-
-    def finalize(self, **options: Any) -> None:
-        self.finalized = options
+    record: Record = field(default_factory=Record)
 
     def save(self, folder: Path, *, overwrite: bool, report: bool) -> None:
         folder.mkdir(exist_ok=overwrite)
@@ -105,24 +99,24 @@ class FakeCalibration:
 
 
 @dataclass
-class Run:
-    """Stands in for `inlay.workflow.run`."""
+class Runs:
+    """Stands in for `inlay.workflow.run`, and remembers how it was called."""
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     error: BaseException | None = None
 
-    def calibrate(self, *arguments: Any, **options: Any) -> FakeCalibration:
+    def __call__(self, *arguments: Any, **options: Any) -> FakeRun:
         self.calls.append((arguments, options))
         if self.error is not None:
             raise self.error
-        return FakeCalibration(recipe=arguments[1])
+        return FakeRun(recipe=arguments[1])
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Run:
-    fake = Run()
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    fake = Runs()
     module = ModuleType("inlay.workflow.run")
-    module.calibrate = fake.calibrate  # type: ignore[attr-defined]
+    module.calibrate = module.requantize = fake  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "inlay.workflow.run", module)
     return fake
 
@@ -336,7 +330,7 @@ def test_usage_is_checked_first(folder: Path, texts: Path, tmp_path: Path) -> No
     assert not out.exists()
 
 
-def test_calibrate(folder: Path, texts: Path, tmp_path: Path, runs: Run) -> None:
+def test_calibrate(folder: Path, texts: Path, tmp_path: Path, runs: Runs) -> None:
     out = tmp_path / "out"
     output = succeeds(
         "calibrate", folder, "--scheme", "W8A8_STATIC", "--data", texts, "--out", out,
@@ -371,7 +365,7 @@ def test_calibrate(folder: Path, texts: Path, tmp_path: Path, runs: Run) -> None
 
 
 def test_calibrate_says_nothing_when_asked_to(
-    folder: Path, texts: Path, tmp_path: Path, runs: Run
+    folder: Path, texts: Path, tmp_path: Path, runs: Runs
 ) -> None:
     common = ("calibrate", folder, "--scheme", "W8A8", "--data", texts)
     assert succeeds(*common, "--out", tmp_path / "quiet", "--quiet") == ""
@@ -381,7 +375,9 @@ def test_calibrate_says_nothing_when_asked_to(
     assert "1,234" in plain
 
 
-def test_an_observer_of_the_users_own(folder: Path, texts: Path, tmp_path: Path, runs: Run) -> None:
+def test_an_observer_of_the_users_own(
+    folder: Path, texts: Path, tmp_path: Path, runs: Runs
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OBSERVER_FILE.format(name="twice_chosen"))
     succeeds(
@@ -394,34 +390,67 @@ def test_an_observer_of_the_users_own(folder: Path, texts: Path, tmp_path: Path,
 
 
 def test_what_is_in_the_way_is_not_overwritten(
-    folder: Path, texts: Path, tmp_path: Path, runs: Run
+    folder: Path, texts: Path, tmp_path: Path, runs: Runs
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("")
     common = ("calibrate", folder, "--scheme", "W8A8", "--data", texts, "--out")
-    assert "is not empty; --overwrite replaces" in fails(*common, out)
+    assert "is not empty. Name another folder, or replace it" in fails(*common, out)
     for place in (folder, folder.parent):
-        assert "write to another folder" in fails(*common, place, "--overwrite")
+        assert "which is read; name another folder" in fails(*common, place, "--overwrite")
     assert "is a file" in fails(*common, texts, code=2)
     assert runs.calls == []
     succeeds(*common, out, "--overwrite")
 
 
-def test_data_is_looked_at_before_the_model(tmp_path: Path, runs: Run) -> None:
+@pytest.mark.parametrize("place", ["texts.txt/deep/out", "/proc/deep/out"])
+def test_a_folder_that_cannot_be_made_is_refused_first(
+    folder: Path, texts: Path, tmp_path: Path, place: str, stored: type[StoredStatistics]
+) -> None:
+    out = tmp_path / place
+    common = ("--scheme", "W8A8", "--out", out)
+    refusal = f"inlay: error: cannot write the folder {out}: "
+    assert fails("calibrate", "none/such", *common).startswith(refusal)
+    stored([1]).save(tmp_path / "one")
+    stored([2]).save(tmp_path / "two")
+    requantize = ("requantize", tmp_path / "one", "--model", "none/such", *common)
+    assert fails(*requantize).startswith(refusal)
+    merge = ("merge", tmp_path / "one", tmp_path / "two", "--out", out)
+    assert fails(*merge).startswith(refusal)
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path, runs: Runs) -> None:
+    model = tmp_path / "bare"
+    llama().save_pretrained(model)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3]}\n')
+    common = ("calibrate", model, "--scheme", "W8A8", "--out")
+    for name, options in (("ids", ("--data", rows)), ("weights", ())):
+        succeeds(*common, tmp_path / name, *options)
+        assert runs.calls[-1][1]["tokenizer"] is None
+    rows.write_text('{"text": "w1"}\n')
+    assert "bare has no tokenizer; save the one" in fails(*common, tmp_path / "t", "--data", rows)
+    word_tokenizer().save_pretrained(model)
+    rows.write_text('{"input_ids": [1, 2, 3]}\n')
+    succeeds(*common, tmp_path / "both", "--data", rows)
+    assert runs.calls[-1][1]["tokenizer"].decode([1, 2]) == "w1 w2"
+
+
+def test_data_is_looked_at_before_the_model(tmp_path: Path, runs: Runs) -> None:
     data = tmp_path / "data.csv"
     data.write_text("w1")
     arguments = ("calibrate", "none/such", "--scheme", "W8A8", "--data", data, "--out", "out")
     assert "data.csv is neither .txt" in fails(*arguments)
 
 
-def test_errors_are_told_in_a_line(folder: Path, texts: Path, tmp_path: Path, runs: Run) -> None:
+def test_errors_are_told_in_a_line(folder: Path, texts: Path, tmp_path: Path, runs: Runs) -> None:
     common = ("calibrate", folder, "--scheme", "W8A8", "--data", texts, "--out", tmp_path / "out")
     runs.error = StatisticsError('2 slots saw no data; or finalize(accept={"unobserved"})')
     assert fails(*common) == "inlay: error: 2 slots saw no data; or --accept unobserved"
     runs.error = RuntimeError("out of memory\nsecond line")
     assert fails(*common) == (
-        "inlay: error: RuntimeError: out of memory --debug shows where it comes from"
+        "inlay: error: RuntimeError: out of memory --debug shows the traceback"
     )
     runs.error = ConfigurationError("x" * 5000)
     assert len(fails(*common)) < 600
@@ -432,13 +461,13 @@ def test_errors_are_told_in_a_line(folder: Path, texts: Path, tmp_path: Path, ru
 
 
 def test_an_interruption_says_how_to_go_on(
-    folder: Path, texts: Path, tmp_path: Path, runs: Run
+    folder: Path, texts: Path, tmp_path: Path, runs: Runs
 ) -> None:
     common = ("calibrate", folder, "--scheme", "W8A8", "--data", texts, "--out", tmp_path / "out")
     runs.error = KeyboardInterrupt()
     assert "before any statistics were saved" in fails(*common, code=130)
     (tmp_path / "out.statistics").mkdir()
-    assert "go on with --resume" in fails(*common, code=130)
+    assert "continue with --resume" in fails(*common, code=130)
 
 
 @pytest.mark.slow
@@ -467,14 +496,14 @@ def test_control_c_in_a_real_process(tmp_path: Path) -> None:
 
 
 def test_warnings_are_told_in_a_line(
-    folder: Path, texts: Path, tmp_path: Path, runs: Run, monkeypatch: pytest.MonkeyPatch
+    folder: Path, texts: Path, tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import warnings
 
-    def warn(*arguments: Any, **options: Any) -> FakeCalibration:
+    def warn(*arguments: Any, **options: Any) -> FakeRun:
         warnings.simplefilter("default")
         warnings.warn("an observer cannot be traced", stacklevel=1)
-        return FakeCalibration(recipe=arguments[1])
+        return FakeRun(recipe=arguments[1])
 
     monkeypatch.setattr(sys.modules["inlay.workflow.run"], "calibrate", warn)
     result = run(
@@ -484,28 +513,20 @@ def test_warnings_are_told_in_a_line(
 
 
 def test_requantize(
-    folder: Path,
-    tmp_path: Path,
-    stored: type[StoredStatistics],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, tmp_path: Path, stored: type[StoredStatistics], runs: Runs
 ) -> None:
-    made: list[FakeCalibration] = []
-
-    def from_statistics(model: nn.Module, recipe: Any, found: Any) -> FakeCalibration:
-        assert type(model).__name__ == "LlamaForCausalLM"
-        assert found.numbers == [1]
-        made.append(FakeCalibration(recipe=recipe, record=None))
-        return made[0]
-
-    monkeypatch.setattr(Calibration, "from_statistics", from_statistics, raising=False)
     statistics = tmp_path / "one"
     stored([1]).save(statistics)
     common = ("requantize", statistics, "--scheme", "W8A8_STATIC", "--model", folder)
     output = succeeds(*common, "--out", tmp_path / "out", "--accept", "not_finite")
-    assert made[0].finalized == {"accept": ("not_finite",)}
-    assert made[0].tokenizer.decode([1, 2]) == "w1 w2"
+    ((model, recipe, found), options) = runs.calls[0]
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert recipe.config.ignore == ["lm_head"]
+    assert found.numbers == [1]
+    assert options.pop("tokenizer").decode([1, 2]) == "w1 w2"
+    assert options == {"accept": ("not_finite",), "progress": None}
     assert str(tmp_path / "out" / "report.html") in output
-    assert "write to another folder" in fails(*common, "--out", statistics, "--overwrite")
+    assert "name another folder" in fails(*common, "--out", statistics, "--overwrite")
 
 
 def test_merge(tmp_path: Path, stored: type[StoredStatistics]) -> None:

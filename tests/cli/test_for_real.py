@@ -1,6 +1,8 @@
 """The command line from beginning to end, on a small model."""
 
 import contextlib
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,13 +88,27 @@ def test_again_it_is_refused_unless_it_may_overwrite(place: Path) -> None:
     written = (place / "out_one" / "model.safetensors").stat().st_ino
     shown = inlay(place, *calibrate("one"), "--overwrite")
     assert "out_one/report.html" in shown
+    stages = re.search(r"^time +(.*)$", shown, re.MULTILINE)
+    assert stages is not None
+    assert re.findall(r"[a-z]{2,}(?: [a-z]{2,})*", stages[1]) == [
+        "reading data",
+        "tracing and compiling",
+        "calibrating",
+        "searching ranges",
+        "writing",
+        "comparing",
+    ]
     assert (place / "out_one" / "model.safetensors").stat().st_ino != written
     assert (place / "out_one" / "model.safetensors").read_bytes() == before
 
 
 def test_another_observer_from_the_statistics_of_a_checkpoint(place: Path) -> None:
     wanted = ["--scheme", "W8A8_STATIC", "--observer", "input=static_minmax"]
-    inlay(place, "requantize", "out_one", *wanted, "--model", "model", "--out", "out_minmax")
+    command = ["requantize", "out_one", *wanted, "--no-report"]
+    shown = inlay(place, *command, "--model", "model", "--out", "out_minmax")
+    assert re.search(r"^tokens +159 and 55 of padding, 21 samples *$", shown, re.MULTILINE)
+    assert re.search(r"^time +searching ranges [\d.]+ s, writing [\d.]+ s *$", shown, re.MULTILINE)
+    assert not (place / "out_minmax" / "report.json").exists()
     seen = StoredStatistics.load(place / "out_one").slots[SLOT].tensors
     # A step of eight bits for the whole range that was seen, where the percentile cuts it short.
     low, high = seen["min_vals"].clamp(max=0), seen["max_vals"].clamp(min=0)
@@ -121,6 +137,14 @@ def test_the_report_is_written_again(place: Path) -> None:
     page.unlink()
     inlay(place, "report", "out_two")
     assert page.read_text() == before
+
+
+def test_the_report_holds_no_path_of_the_machine(place: Path) -> None:
+    for name in ("report.html", "report.json"):
+        assert str(place) not in (place / "out_one" / name).read_text()
+    data = json.loads((place / "out_one" / "report.json").read_text())["report"]
+    assert data["model"] == "model"
+    assert data["title"].startswith("model, ")
 
 
 def test_what_would_be_observed(place: Path) -> None:

@@ -13,7 +13,7 @@ from tokens import CHAT, END, PADDING, WORDS, text_of, word_tokenizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from inlay.data.batch import Batch, count_tokens, digest, on_device_of, varying_sizes
-from inlay.data.sources import Batches, batches_of
+from inlay.data.sources import batches_of
 from inlay.errors import ConfigurationError
 
 TOKENIZER = word_tokenizer()
@@ -260,7 +260,7 @@ def test_data_that_is_refused() -> None:
     ids = torch.ones(1, 2, dtype=torch.int64)
     assert "a list is empty" in refused([])
     assert "a generator is empty" in refused(x for x in ())  # type: ignore[var-annotated]
-    assert "row 1 of a list is text; pass the model's tokenizer" in refused(["w1"])
+    assert "row 1 of a list is text, which needs a tokenizer" in refused(["w1"])
     assert "single tensor" in refused(ids)
     assert "single mapping with input_ids" in refused({"input_ids": ids})
     assert "cannot calibrate on a int" in refused(3)
@@ -407,13 +407,6 @@ def test_order_and_layout_do_not_change_the_digest(batch: dict[str, torch.Tensor
 
 def test_shape_changes_the_digest() -> None:
     assert digest((torch.zeros(2, 3),)) != digest((torch.zeros(3, 2),))
-
-
-def test_batches_are_what_they_hold() -> None:
-    ids = (torch.ones(1, 2),)
-    found = Batches(source="here", calibration=[ids], held_out=[], samples=1)
-    assert list(found) == [ids]
-    assert len(found) == 1
 
 
 def of_lengths(*lengths: int) -> list[Batch]:

@@ -109,7 +109,7 @@ def test_choices_by_hand(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     assert divergence.value == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-5)
     for logits, value in ((before, perplexity.before), (after, perplexity.after)):
         assert value == pytest.approx(float(F.cross_entropy(logits, labels).exp()), rel=1e-5)
-    assert measure.remarks() == []
+    assert measure.findings() == []
 
 
 def test_choices_that_are_ruled_out_weigh_nothing() -> None:
@@ -128,7 +128,7 @@ def test_broken_rows_are_left_out_and_told_of() -> None:
     measure = Choices()
     measure.add(before, after)
     assert [c.value for c in measure.changes()] == [c.value for c in clean.changes()]
-    first, second = (remark.text for remark in measure.remarks())
+    first, second = (finding.text for finding in measure.findings())
     assert "already gave NaN or Inf at 1 of 6 positions" in first
     assert "quantized model gives NaN or Inf at 1 of 6 positions" in second
 
@@ -144,7 +144,7 @@ def test_vectors_by_hand() -> None:
     angles = (before * after).sum(-1)[1:] / before.norm(dim=-1)[1:] / after.norm(dim=-1)[1:]
     assert cosine.value == pytest.approx((float(angles.sum()) + 1) / 4, rel=1e-5)
     assert error.value == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)
-    assert "1 of 5 tokens" in measure.remarks()[0].text
+    assert "1 of 5 tokens" in measure.findings()[0].text
 
 
 def test_nothing_was_measured() -> None:
@@ -216,7 +216,7 @@ def test_without_data_weights_still_have_an_error() -> None:
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))
     calibration = finalized(model, recipe, [(torch.arange(16),)])
     found = compare(model, calibration, [])
-    assert (found.batches, found.changes, found.remarks) == (0, (), ())
+    assert (found.batches, found.changes, found.findings) == (0, (), ())
     for layer, module in zip(found.layers, model, strict=True):
         folded = calibration.comparing().quantized_value(
             calibration.statistics.plan.slots[f"{layer.module}.weight"], "folded"
@@ -353,7 +353,7 @@ def test_outputs_of_all_sorts(wrap: Any, names: list[str]) -> None:
     assert found.layers[0].sqnr_db is not None
 
 
-def test_broken_outputs_are_remarked_on() -> None:
+def test_broken_outputs_are_findinged_on() -> None:
     model = Pair()
     calibration = finalized(model, STATIC, [(torch.randn(4, 8),)])
     x = torch.randn(4, 8)
@@ -362,8 +362,8 @@ def test_broken_outputs_are_remarked_on() -> None:
     found = compare(model, calibration, [(x,)])
     expected = {name: change.value for name, change in values(clean).items()}
     assert {n: change.value for n, change in values(found).items()} == pytest.approx(expected)
-    (remark,) = found.remarks
-    assert "1 of 4 sequences" in remark.text
+    (finding,) = found.findings
+    assert "1 of 4 sequences" in finding.text
     assert found.layers[0].sqnr_db is None
     assert found.layers[0].weight_sqnr_db is not None
 

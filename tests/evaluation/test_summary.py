@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,12 @@ from torch import nn
 from inlay import Calibration, Recipe
 from inlay.evaluation.compare import Comparison, compare
 from inlay.evaluation.distributions import distribution_of_histogram, distribution_of_weight
-from inlay.evaluation.findings import layer_remarks, slot_remarks, unquantized_remarks
+from inlay.evaluation.findings import layer_findings, slot_findings, unquantized_findings
 from inlay.evaluation.summary import report_of
 from inlay.ranges.float_histogram import FloatBins, Histogram
 from inlay.recipe import format_in_words, preset_names, recipe_text, scheme_in_words
-from inlay.report import Change, Distribution, LayerError, ReportData, SlotRecord, Stage, render
+from inlay.report import Change, Distribution, LayerError, ReportData, SlotRecord, Stage
+from inlay.run_record import Record
 
 HISTOGRAM = {"observer": "histogram", "observer_kwargs": {"method": "minmax"}}
 STATIC = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
@@ -56,7 +56,7 @@ def finalized(model: nn.Module, recipe: Recipe, *batches: Any, accept: Any = ())
 
 
 def texts(report: ReportData, about: str | None) -> list[str]:
-    return [remark.text for remark in report.warnings if remark.about == about]
+    return [finding.text for finding in report.findings if finding.about == about]
 
 
 # In words
@@ -191,8 +191,8 @@ def test_report_of_a_language_model() -> None:
     model = llama()
     calibration = finalized(model, recipe, batch(model), batch(model, 1))
     comparison = compare(model, calibration, [batch(model, 7)])
-    record: Any = SimpleNamespace(
-        model="somewhere/tiny",
+    record = Record(
+        model="tiny",
         data="a file",
         samples=4,
         tokens=24,
@@ -201,11 +201,10 @@ def test_report_of_a_language_model() -> None:
     )
     report = report_of(calibration, comparison, record=record, sizes=(100, 60))
     assert ReportData.from_json(report.to_json()) == report
-    assert "somewhere/tiny" in render(report)
 
     assert report.title == "tiny, W8A8 int, static, float8 kv cache"
     assert (report.model, report.data, report.samples, report.tokens) == (
-        "somewhere/tiny",
+        "tiny",
         "a file",
         4,
         24,
@@ -243,9 +242,9 @@ def test_report_of_a_language_model() -> None:
     assert keys.scale_count == 2
     assert keys.distribution is not None
     assert sum(keys.distribution.counts) == pytest.approx(2 * 2 * 6 * 16, abs=150)
-    assert any("all heads together" in text for text in texts(report, None))
+    assert any("combine all heads" in text for text in texts(report, None))
     assert any("lm_head" in text for text in texts(report, None))
-    assert not any("held out" in remark.text for remark in report.warnings)
+    assert not any("held out" in finding.text for finding in report.findings)
 
 
 @pytest.mark.slow
@@ -290,7 +289,7 @@ def test_a_clean_model_is_not_warned_of() -> None:
     x = {"x": torch.randn(64, 16), "use_spare": True}
     calibration = finalized(model, STATIC, x)
     comparison = compare(model, calibration, [x])
-    assert report_of(calibration, comparison).warnings == ()
+    assert report_of(calibration, comparison).findings == ()
 
 
 def test_outliers_in_a_weight() -> None:
@@ -314,8 +313,8 @@ def test_outliers_in_an_input() -> None:
         inputs = {"observer": "histogram", "observer_kwargs": {"method": method, **kwargs}}
         recipe = Recipe.from_preset("W8A8_STATIC", inputs=inputs)
         calibration = finalized(model, recipe, {"x": x, "use_spare": True})
-        found = [r for r in report_of(calibration).warnings if r.about == "layers.0.input"]
-        assert [remark.severity for remark in found] == [severity]
+        found = [r for r in report_of(calibration).findings if r.about == "layers.0.input"]
+        assert [finding.severity for finding in found] == [severity]
         assert "99.9 % of its values lie within" in found[0].text
 
 
@@ -383,7 +382,7 @@ def test_stored_statistics_are_reported_as_well() -> None:
     assert replace(report_of(again), created=expected.created) == expected
 
 
-# Remarks
+# Findings
 
 
 def slot(name: str = "layers.0.fc", **changes: Any) -> SlotRecord:
@@ -402,62 +401,87 @@ def slot(name: str = "layers.0.fc", **changes: Any) -> SlotRecord:
 
 def test_experts_that_saw_few_tokens() -> None:
     slots = [slot(f"experts.{i}.w1", tokens=4000) for i in range(8)]
-    assert slot_remarks(slots) == []
+    assert slot_findings(slots) == []
     slots[3] = replace(slots[3], tokens=30)
-    (remark,) = slot_remarks(slots)
-    assert remark.about == "experts.3.w1.input"
-    assert "saw 30 tokens, where 4,000 are usual" in remark.text
+    (finding,) = slot_findings(slots)
+    assert finding.about == "experts.3.w1.input"
+    assert "saw 30 tokens, where 4,000 are usual" in finding.text
+    assert "as is common for experts" in finding.text
 
 
-def test_many_of_a_sort_are_one_remark_about_the_worst() -> None:
+def test_few_tokens_are_judged_by_the_role_of_the_module() -> None:
+    """A pooler sees one token of each text; only other poolers would show whether that is few."""
+    names = ("attention.output.dense", "intermediate.dense", "output.dense")
+    slots = [slot(f"encoder.layer.{i}.{name}", tokens=4000) for i in range(6) for name in names]
+    assert slot_findings([*slots, slot("pooler.dense", tokens=32)]) == []
+    slots[7] = replace(slots[7], tokens=32)
+    (finding,) = slot_findings(slots)
+    assert finding.about == "encoder.layer.2.intermediate.dense.input"
+    assert "expert" not in finding.text
+
+
+def test_many_experts_and_other_slots_with_few_tokens_are_told_apart() -> None:
+    slots = [
+        slot(f"layers.{i}.experts.{k}.w1", tokens=3 if k == 2 else 900)
+        for i in range(5)
+        for k in range(4)
+    ]
+    slots += [slot(f"layers.{i}.fc", tokens=3 if i < 4 else 900) for i in range(12)]
+    experts, others = slot_findings(slots)
+    assert experts.text.startswith("5 slots of experts saw few tokens; the worst is layers.")
+    assert others.text.startswith("4 slots saw few tokens; the worst is layers.0.fc.input.")
+    assert "expert" not in others.text
+
+
+def test_many_of_a_sort_are_one_finding_about_the_worst() -> None:
     slots = [slot(f"layers.{i}.fc") for i in range(30)]
     wide = [slot(f"layers.{i}.out", low=-100.0 - i) for i in range(3)]
-    assert len(slot_remarks([*slots, *wide])) == 3
+    assert len(slot_findings([*slots, *wide])) == 3
     wide = [replace(slot(f"layers.{i}.fc"), high=100.0 + i) for i in range(12)]
-    (remark,) = slot_remarks([*wide, *slots])
-    assert remark.text.startswith("12 slots have a range far wider than others of their kind; ")
-    assert remark.about == "layers.11.fc.input"
+    (finding,) = slot_findings([*wide, *slots])
+    assert finding.text.startswith("12 slots have a range far wider than others of their kind; ")
+    assert finding.about == "layers.11.fc.input"
 
 
 def test_kinds_are_judged_by_themselves() -> None:
     """Inputs of one projection may be a thousand times as wide as those of another."""
     small = [slot(f"layers.{i}.q_proj", low=-0.001, high=0.001) for i in range(6)]
     large = [slot(f"layers.{i}.down_proj", low=-10.0, high=10.0) for i in range(6)]
-    assert slot_remarks([*small, *large]) == []
-    (remark,) = slot_remarks([*small, *large, slot("layers.9.down_proj", low=-1e-3, high=1e-3)])
-    assert (remark.about, "nearly dead" in remark.text) == ("layers.9.down_proj.input", True)
+    assert slot_findings([*small, *large]) == []
+    (finding,) = slot_findings([*small, *large, slot("layers.9.down_proj", low=-1e-3, high=1e-3)])
+    assert (finding.about, "nearly dead" in finding.text) == ("layers.9.down_proj.input", True)
 
 
 def test_outliers_with_many_scales_are_no_outliers_of_all() -> None:
     picture = Distribution(edges=(-1.0, 1.0, 100.0), counts=(1e6, 1.0))
     one = slot(high=100.0, distribution=picture)
-    (remark,) = slot_remarks([one])
-    assert "within 1/100 of its range" in remark.text
-    assert slot_remarks([replace(one, scale_count=16)]) == []
+    (finding,) = slot_findings([one])
+    assert "within 1/100 of its range" in finding.text
+    assert slot_findings([replace(one, scale_count=16)]) == []
 
 
 def test_layers_that_suffer() -> None:
     layers = [LayerError(module=f"layers.{i}.fc", sqnr_db=30.0 + i % 3) for i in range(9)]
-    assert layer_remarks(layers) == []
+    assert layer_findings(layers) == []
     layers[2] = replace(layers[2], sqnr_db=15.0)
     layers[5] = replace(layers[5], sqnr_db=4.0)
     layers[6] = replace(layers[6], sqnr_db=None, weight_sqnr_db=3.0)
     layers[7] = replace(layers[7], sqnr_db=math.inf)
-    found = {remark.about: remark.text for remark in layer_remarks(layers)}
+    found = {finding.about: finding.text for finding in layer_findings(layers)}
     assert found.keys() == {"layers.2.fc", "layers.5.fc", "layers.6.fc"}
     assert "15.0 dB" in found["layers.2.fc"]
     assert "usual for its kind" in found["layers.2.fc"]
     assert found["layers.5.fc"].startswith("Its output is only 4.0 dB")
     assert found["layers.6.fc"].startswith("Its weight is only 3.0 dB")
-    assert layer_remarks([replace(layer, sqnr_db=-math.inf) for layer in layers])[0].about
+    assert layer_findings([replace(layer, sqnr_db=-math.inf) for layer in layers])[0].about
 
 
 def test_what_stays_as_it_is() -> None:
     names = [f"experts.{i}.input" for i in range(9)]
-    (remark,) = unquantized_remarks(without_data=names, not_finite=[], modules=[])
-    assert remark.text.startswith("9 slots saw no data: experts.0.input, ")
-    assert "and 4 more" in remark.text
-    (note,) = unquantized_remarks(without_data=[], not_finite=[], modules=["lm_head"])
+    (finding,) = unquantized_findings(without_data=names, not_finite=[], modules=[])
+    assert finding.text.startswith("9 slots saw no data: experts.0.input, ")
+    assert "and 4 more" in finding.text
+    (note,) = unquantized_findings(without_data=[], not_finite=[], modules=["lm_head"])
     assert (note.severity, note.text.count("lm_head")) == ("note", 1)
 
 
@@ -467,4 +491,4 @@ def test_ranges_that_grow_with_depth_are_no_outliers() -> None:
         for i in range(500)
         for k in range(4)
     ]
-    assert slot_remarks(slots) == []
+    assert slot_findings(slots) == []

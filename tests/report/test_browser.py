@@ -15,8 +15,8 @@ from report_sample import empty_report, sample_report
 from inlay.report import (
     Change,
     Distribution,
+    Finding,
     LayerError,
-    Remark,
     ReportData,
     SlotRecord,
     Stage,
@@ -123,7 +123,7 @@ def test_the_summary_comes_first(show: Open, sample: ReportData) -> None:
     assert "118,204 tokens" in cards[2]
     assert "2 min 14 s" in cards[3].replace("\u00a0", " ")
     assert page.title() == sample.title
-    assert page.locator("#warnings li").first.inner_text().startswith("warning")
+    assert page.locator("#findings li").first.inner_text().startswith("warning")
     assert page.locator("#changes li").last.inner_text().endswith("21.31 \u2192 21.58")
     page.locator("summary", has_text="Recipe").click()
     assert page.locator("#recipe").inner_text() == sample.recipe
@@ -279,7 +279,7 @@ def test_hostile_names_stay_text(show: Open, sample: ReportData) -> None:
         changes=(Change(name=HOSTILE, explanation=HOSTILE, value=1.0),),
         layers=tuple(replace(layer, module=f"{HOSTILE}.{layer.module}") for layer in sample.layers),
         slots=tuple(slots),
-        warnings=(Remark(severity="warning", about=HOSTILE, text=HOSTILE),),
+        findings=(Finding(severity="warning", about=HOSTILE, text=HOSTILE),),
     )
     page = show(report)
     page.wait_for_timeout(100)  # for an error handler to fire, if there were an image
@@ -334,7 +334,7 @@ def test_a_phone_scrolls_only_down(show: Open, sample: ReportData) -> None:
         sample,
         title="a" * 200,
         model="b" * 200,
-        warnings=(Remark(severity="note", about="c" * 200, text="d" * 200),),
+        findings=(Finding(severity="note", about="c" * 200, text="d" * 200),),
     )
     page = show(long, viewport=PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_sample import empty_report, sample_report
 
-from inlay.errors import ConfigurationError
+from inlay.errors import CheckpointError, ConfigurationError
 from inlay.report import (
     Change,
     Distribution,
+    Finding,
     LayerError,
-    Remark,
     ReportData,
     SlotRecord,
     Stage,
@@ -100,9 +100,9 @@ reports = st.builds(
         )
     ),
     slots=several(slots),
-    warnings=several(
+    findings=several(
         st.builds(
-            Remark,
+            Finding,
             severity=st.sampled_from(["note", "warning"]),
             about=st.none() | texts,
             text=texts,
@@ -170,7 +170,7 @@ def hostile_report() -> ReportData:
         title=HOSTILE,
         model=HOSTILE,
         recipe=HOSTILE,
-        warnings=(Remark(severity="warning", about=HOSTILE, text=HOSTILE),),
+        findings=(Finding(severity="warning", about=HOSTILE, text=HOSTILE),),
         changes=(Change(name=HOSTILE, explanation=HOSTILE, value=1.0),),
         slots=tuple(replace(slot, name=f"{HOSTILE}.{i}") for i, slot in enumerate(sample.slots)),
     )
@@ -241,11 +241,11 @@ def test_a_failed_write_leaves_the_old_page(
     path = write(empty_report(), tmp_path / "report.html")
     before = path.read_bytes()
 
-    def fail(self: Path, target: Path) -> None:
+    def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="no space left"):
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(CheckpointError, match=r"report\.html could not be written: no space left"):
         write(sample_report(blocks=1), path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["report.html"]
@@ -261,16 +261,16 @@ def changed(**parts: Any) -> str:
     ("text", "problem"),
     [
         ("{", "the saved report is not JSON"),
-        ("[]", "has version None, this Inlay reads 1"),
-        ('{"version": 2, "report": {}}', "has version 2, this Inlay reads 1"),
+        ("[]", "has version None, but this Inlay reads 1"),
+        ('{"version": 2, "report": {}}', "has version 2, but this Inlay reads 1"),
         ('{"version": 1}', "report must be dict, not None"),
         (changed(tokens="many"), "report.tokens must be int, not 'many'"),
         (changed(tokens=True), "report.tokens must be int, not True"),
         (changed(stages=[{"name": "load"}]), r"report.stages\[0\].seconds must be float, not None"),
         (changed(mood="good"), "report has no mood"),
         (
-            changed(warnings=[{"severity": "error", "text": ""}]),
-            r"report.warnings\[0\].severity must be 'note' or 'warning', not 'error'",
+            changed(findings=[{"severity": "error", "text": ""}]),
+            r"report.findings\[0\].severity must be 'note' or 'warning', not 'error'",
         ),
     ],
 )

@@ -8,8 +8,8 @@ from itertools import pairwise
 from inlay.report import (
     Change,
     Distribution,
+    Finding,
     LayerError,
-    Remark,
     ReportData,
     SlotRecord,
     Stage,
@@ -75,7 +75,7 @@ def sample_report(*, blocks: int = 30) -> ReportData:
         changes=_changes(),
         layers=layers,
         slots=slots,
-        warnings=_warnings(),
+        findings=_findings(),
     )
 
 
@@ -207,18 +207,18 @@ def _changes() -> tuple[Change, ...]:
     )
 
 
-def _warnings() -> tuple[Remark, ...]:
+def _findings() -> tuple[Finding, ...]:
     return (
-        Remark(
+        Finding(
             severity="warning",
             about=f"{_OUTLIER}.input",
             text="A few values are 53 times as large as those of its neighbours, and all others "
             "share the few steps that remain. Leave it in full precision or quantize it per token.",
         ),
-        Remark(
+        Finding(
             severity="note",
             about="lm_head",
             text="Ignored by the recipe; it stays in full precision.",
         ),
-        Remark(severity="note", text="9.8 % of the tokens were padding and were not observed."),
+        Finding(severity="note", text="9.8 % of the tokens were padding and were not observed."),
     )

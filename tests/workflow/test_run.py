@@ -7,7 +7,7 @@ import torch
 from families import batch, llama
 from specification import assert_equal_qparams
 
-from inlay import Recipe, calibrate
+from inlay import Calibration, Recipe, calibrate
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 
@@ -37,14 +37,23 @@ def interrupting(items: list, after: int):
 def test_it_ends_finalized_with_a_record() -> None:
     model = llama()
     calibration = run(model, batches(model), samples=6, held_out=4)
+    assert isinstance(calibration, Calibration)
     assert calibration.qparams is not None
-    assert calibration.record is not None
+    assert calibration.record.model == "LlamaForCausalLM"
     assert (calibration.record.samples, calibration.record.tokens) == (6, 36)
     assert len(calibration.held_out) == 2
-    assert [name for name, _ in calibration.record.stages][:2] == [
+    assert [name for name, _ in calibration.record.stages] == [
         "reading data",
         "tracing and compiling",
+        "calibrating",
+        "searching ranges",
     ]
+
+
+def test_a_folder_for_statistics_that_cannot_be_made_is_refused_before_it_runs() -> None:
+    model = llama()
+    with pytest.raises(ConfigurationError, match="cannot write the folder /proc/deep/out"):
+        run(model, batches(model), statistics="/proc/deep/out")
 
 
 def test_texts_of_all_lengths_are_compiled_once() -> None:
@@ -58,7 +67,7 @@ def test_texts_of_all_lengths_are_compiled_once() -> None:
 def test_a_quantized_model_is_refused_before_it_runs() -> None:
     model = llama()
     model.config.quantization_config = {"quant_method": "compressed-tensors"}
-    with pytest.raises(ConfigurationError, match="quantized already; calibrate the model that it"):
+    with pytest.raises(ConfigurationError, match="quantized already; calibrate the model it was"):
         run(model, batches(model))
     model.config.quantization_config = {"quant_method": "gguf"}
     with pytest.raises(ConfigurationError, match=r"load_model\(folder, gguf_file=…\) unpacks"):

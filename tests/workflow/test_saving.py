@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from inlay import Calibration, Recipe, StoredStatistics, calibrate
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.report import ReportData
+from inlay.run_record import Stages
+from inlay.workflow.calibration_run import Run
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +76,7 @@ def test_the_report_says_what_was_done(saved) -> None:
     assert data.tokens == 48
     assert len(data.slots) == len(calibration.statistics.plan.slots)
     assert [stage.name for stage in data.stages][-2:] == ["writing", "comparing"]
+    assert tuple((stage.name, stage.seconds) for stage in data.stages) == calibration.record.stages
     assert data.size_before > data.size_after > 0
     assert any(change.name.lower().startswith("top-1") for change in data.changes)
     assert any(slot.distribution is not None for slot in data.slots)
@@ -95,6 +98,28 @@ def test_scales_in_the_checkpoint_are_those_of_the_calibration(saved) -> None:
             torch.testing.assert_close(
                 stored.flatten().float(), qparams["scale"].flatten().float(), rtol=0, atol=0
             )
+
+
+def test_a_second_save_is_timed_by_itself(saved, tmp_path: Path) -> None:
+    model, calibration, _ = saved
+    again = Run(model, STATIC, stages=Stages({"calibrating": 1.0, "writing": 1e6}))
+    again.statistics.restore(calibration.statistics.snapshot())
+    again.finalize()
+    again.save(tmp_path / "out", report=False)
+    stages = dict(again.record.stages)
+    assert stages.keys() == {"calibrating", "writing"}
+    assert stages["writing"] < 1e6
+
+
+def test_a_plain_calibration_is_saved_too(saved, tmp_path: Path) -> None:
+    model, calibration, _ = saved
+    plain = Calibration.from_statistics(model, STATIC, calibration.stored())
+    plain.finalize()
+    plain.save(tmp_path / "out")
+    data = ReportData.from_json((tmp_path / "out" / "report.json").read_text())
+    assert (data.model, data.data) == ("LlamaForCausalLM", "unknown data")
+    assert any("held out" in finding.text for finding in data.findings)
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_what_is_not_finalized_is_not_saved(tmp_path: Path) -> None:

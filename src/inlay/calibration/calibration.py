@@ -22,7 +22,6 @@ from inlay.graph import Pass, bind, slot_inputs
 from inlay.observers import QParamsDict
 from inlay.passes import PREPARE
 from inlay.recipe import Plan, Recipe
-from inlay.run_record import Record
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.finalize import finalize
 from inlay.statistics.on_disk import DataSeen, StoredStatistics, with_gathering_observers
@@ -59,9 +58,6 @@ class Calibration:
         self.data_seen = DataSeen()
         self.count_padding = count_padding
         self.show_progress = progress
-        self.record: Record | None = None
-        self.held_out: list[Any] = []
-        self.tokenizer: Any = None
         self._bindings = Bindings(self.statistics, Weights(model, self.plan))
         pipelines = Pipelines(plan=self.plan, prepare=passes, count_padding=count_padding)
         self._backend = Backend(self._bindings, pipelines, compiler=compiler)

@@ -1,3 +1,3 @@
-"""Models in and out: loading, the gate, and checkpoints that transformers and vLLM load."""
+"""Checkpoints: loading models, and writing folders that transformers and vLLM load."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The gate before a checkpoint: what must not be served is found here, and named."""
+"""The gate before a checkpoint: it refuses qparams that must not be served, and names them."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _HAS_GLOBAL_SCALE = QuantizationStrategy.TENSOR_GROUP
 
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
-    """A slot that cannot be served, what it saw, and the words that accept this."""
+    """A slot that cannot be served, the reason, and the words that accept it."""
 
     slot: Slot
     saw: str
@@ -31,10 +31,10 @@ class _Problem:
 def require_servable(
     plan: Plan, qparams: Mapping[str, QParamsDict], *, accept: Collection[str] = ()
 ) -> frozenset[str]:
-    """Refuse qparams with which a checkpoint would be wrong.
+    """Refuse qparams that would make a wrong checkpoint.
 
     :param accept: problems to accept: `unobserved` and `not_finite` leave modules in full
-        precision, `unfused` lets layers that are served as one have global scales of their own
+        precision, `unfused` lets layers that are served as one have separate global scales
     :return: the modules that stay in full precision
     """
     accepted = known_words(accept)
@@ -44,7 +44,7 @@ def require_servable(
     if refused:
         words = sorted({max(problem.accepted_by) for problem in refused})
         raise StatisticsError(
-            f"{_count(refused)} would be served with scales that are not usable: "
+            f"{_count(refused)} would be served with unusable scales: "
             f"{'; '.join(map(str, refused))}. Run batches that reach them, ignore their modules in "
             f"the recipe, or write these in full precision with finalize(accept={_as_set(words)})"
         )
@@ -57,7 +57,7 @@ def require_servable(
 
 
 def describe_unusable(name: str, values: torch.Tensor) -> str | None:
-    """What is wrong with a scale or a zero point, if anything."""
+    """Describe what is wrong with a scale or a zero point; return None if nothing is."""
     values = values.detach().float()
     wrong = {"not finite": ~values.isfinite()}
     if name != "zero_point":
@@ -73,7 +73,7 @@ def _problems(plan: Plan, qparams: Mapping[str, QParamsDict]) -> Iterable[_Probl
         known: Mapping[str, object] = qparams.get(slot.name, {})
         values = {key: known.get(key) for key in slot.needed_qparams}
         if any(value is None for value in values.values()):
-            # A weight is always seen. Of other slots it is not known any more which it was.
+            # A weight is always seen. For other slots the reason is no longer known.
             words = {"not_finite"} if slot.base_name == "weight" else {"unobserved", "not_finite"}
             yield _Problem(
                 slot=slot, saw="no usable data, so no qparams", accepted_by=frozenset(words)
@@ -89,7 +89,7 @@ def _problems(plan: Plan, qparams: Mapping[str, QParamsDict]) -> Iterable[_Probl
 
 
 def _refuse_attention(problems: list[_Problem]) -> None:
-    """Keys and values are quantized in all layers or in none: a config has one switch for it."""
+    """Refuse problems in attention: a config quantizes keys and values in all layers or none."""
     refused = [problem for problem in problems if problem.slot.base_name in ("q", "k", "v")]
     if refused:
         raise StatisticsError(
@@ -115,7 +115,7 @@ def _refuse_unfused(
                 refused.append(f"{parent}{{{', '.join(found)}}} ({base_name})")
     if refused:
         raise StatisticsError(
-            "layers that are served as one need one global scale, and have: "
+            "layers that are served as one need one global scale, but have: "
             + "; ".join(refused)
             + ". Quantize or ignore all of them alike, or accept it with "
             'finalize(accept={"unfused"})'
@@ -129,7 +129,7 @@ def _shared_kind(
     qparams: Mapping[str, QParamsDict],
     full_precision: frozenset[str],
 ) -> str:
-    """What layers that are served as one must have in common."""
+    """Describe what layers that are served as one must have in common."""
     slot = plan.slots.get(f"{module}.{base_name}")
     if module in full_precision:
         return "full precision"

@@ -1,4 +1,4 @@
-"""Quantized layers of a model and the config that tells a loader of them."""
+"""The quantized layers of a model, and the config that describes them to a loader."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -34,28 +34,28 @@ _BASE_NAMES = {"weights": "weight", "input_activations": "input", "output_activa
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedLayer:
-    """A module that is quantized, and by which scheme of the config."""
+    """A quantized module with its slots and its scheme in the config."""
 
     name: str
     module: nn.Module
     slots: tuple[Slot, ...]
-    scheme: QuantizationScheme | None  # none where only keys and values are quantized
+    scheme: QuantizationScheme | None  # None if only keys and values are quantized
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """The weight of a Linear or an Embedding. Attention has none of its own."""
+        """The weight of a Linear or an Embedding; None for attention."""
         return getattr(self.module, "weight", None)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the layer computes in, and its scales are kept in."""
+        """The dtype that the layer computes in and stores its scales in."""
         return next(self.module.parameters()).dtype
 
 
 def quantized_layers(
     model: nn.Module, plan: Plan, recipe: Recipe, full_precision: frozenset[str] = frozenset()
 ) -> list[QuantizedLayer]:
-    """The layers of a plan, without those that stay in full precision after all."""
+    """List the layers of a plan, except the modules that stay in full precision."""
     by_target = {
         t: scheme for scheme in recipe.config.config_groups.values() for t in scheme.targets
     }
@@ -77,7 +77,7 @@ def quantized_layers(
 def quantization_config(
     model: nn.Module, recipe: Recipe, layers: Sequence[QuantizedLayer]
 ) -> QuantizationConfig:
-    """The config of a checkpoint, with everything in it that a loader has to know."""
+    """Make the config of a checkpoint, with everything that a loader has to know."""
     schemes: list[QuantizationScheme] = []
     for layer in layers:
         if layer.scheme is not None and layer.scheme not in schemes:
@@ -95,17 +95,17 @@ def quantization_config(
 
 
 def _as_served(name: str, module: nn.Module, scheme: QuantizationScheme) -> QuantizationScheme:
-    """The scheme with its format and the observers that were used."""
+    """Return a copy of the scheme that names its format and the observers used."""
     served: QuantizationScheme = scheme.model_copy(deep=True)
     for part, base_name in _BASE_NAMES.items():
         args = getattr(served, part)
         if args is not None and args.dynamic is not True:
             args.observer = args.observer or default_observer(base_name)
-    # Compressors know the plain classes only, and compress subclasses just as well.
+    # Compressors know only the plain classes, but compress subclasses just as well.
     kind = nn.Linear if isinstance(module, _LAYERS) else type(module)
     served.format = CompressionFormat(served.format or infer_module_format(kind, served)).value
     if isinstance(module, nn.Embedding) and served.input_activations is not None:
-        # Its input is not a number but a place: with a scheme of its own, no loader quantizes it.
+        # Embedding inputs are indices: a separate scheme keeps loaders from quantizing them.
         served.targets, served.input_activations = [name], None
     return served
 
@@ -118,9 +118,9 @@ def _common_format(schemes: Iterable[QuantizationScheme]) -> str:
 
 
 def _ignored(model: nn.Module, layers: Sequence[QuantizedLayer]) -> list[str]:
-    """Every module that a target could mean and that is not quantized.
+    """List every module that a target could match and that is not quantized.
 
-    Under the names of the checkpoint, for vLLM, and those of the model, for transformers.
+    vLLM needs the names in the checkpoint, transformers those in the model; both are listed.
     """
     quantized = {layer.name: layer for layer in layers if layer.scheme is not None}
     kinds = {get_vllm_module_type(type(layer.module).__name__) for layer in quantized.values()}
@@ -133,13 +133,13 @@ def _ignored(model: nn.Module, layers: Sequence[QuantizedLayer]) -> list[str]:
         if is_meant and name not in quantized:
             ignored += [saved_name(model, name), name]
     for name, _ in experts_in_one_parameter(model) if quantized else ():
-        # To a loader that keeps experts apart, each of them is a Linear.
+        # A loader that splits experts makes a Linear of each.
         ignored += [f"re:{re.escape(n)}[.].*" for n in (saved_name(model, name), name)]
     return list(dict.fromkeys(ignored))
 
 
 def experts_in_one_parameter(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Modules that hold many experts without having a module for each."""
+    """Yield modules that hold many experts in one parameter."""
     for name, module in model.named_modules():
         parameters = module.parameters(recurse=False)
         if name.endswith("experts") and any(parameter.dim() == 3 for parameter in parameters):
@@ -147,7 +147,7 @@ def experts_in_one_parameter(model: nn.Module) -> Iterable[tuple[str, nn.Module]
 
 
 def saved_name(model: Any, module: str) -> str:
-    """The name that a module of the model has in a checkpoint."""
+    """Return the name that a module of the model has in a checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion
 
     key = f"{module}.weight"

@@ -1,10 +1,11 @@
-"""Models and tokenizers of transformers, from a folder or by name, without surprises.
+"""Loading models and tokenizers of transformers, from a folder or by name, without surprises.
 
-Nothing is downloaded, and no code of a model's author is run, unless that is asked for. Weights
-come from safetensors, or from GGUF where a file is named.
+Loading downloads nothing and runs no code of a model's author unless asked to. Weights come from
+safetensors, or from a GGUF file if one is named.
 """
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,17 @@ from torch import nn
 
 from inlay.errors import ConfigurationError
 
-__all__ = ["empty_model", "load_model", "load_tokenizer", "require_full_precision"]
+__all__ = [
+    "empty_model",
+    "find_tokenizer",
+    "load_model",
+    "load_tokenizer",
+    "require_full_precision",
+]
 
 _T = TypeVar("_T")
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-# For classes that are not part of transformers: which head the end of their name speaks of.
+# For classes that are not part of transformers, the end of the name tells the kind of head.
 _HEADS = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
@@ -38,12 +45,13 @@ def load_model(
     gguf_file: str | None = None,
     download: bool = False,
 ) -> nn.Module:
-    """The model with its weights, of the class that its config names, ready for inference.
+    """Load a model with its weights, in the class that its config names, ready for inference.
 
     :param path_or_name: a folder, or a name on the hub whose files are in the local cache
-    :param dtype: of the weights; by default as they are stored
-    :param gguf_file: the file in that folder to take the weights from
-    :param download: whether files may be fetched from the hub
+    :param dtype: dtype of the weights; by default the stored one
+    :param trust_remote_code: run code that comes with the model
+    :param gguf_file: a file in that folder to take the weights from
+    :param download: fetch missing files from the hub
     """
     source = _Source.of(path_or_name, trust_remote_code, gguf_file, download)
     chosen = _dtype(dtype)
@@ -69,11 +77,15 @@ def load_tokenizer(
     gguf_file: str | None = None,
     download: bool = False,
 ) -> Any:
-    """The tokenizer that belongs to a model."""
+    """Load the tokenizer that belongs to a model; the parameters are those of `load_model`."""
     from transformers import AutoTokenizer
 
     source = _Source.of(path_or_name, trust_remote_code, gguf_file, download)
-    source.require_tokenizer()
+    if not source.may_have_tokenizer():
+        raise ConfigurationError(
+            f"{source.place} has no tokenizer; save the one that belongs to the model there with "
+            "save_pretrained"
+        )
     tokenizer = source.read(
         lambda: AutoTokenizer.from_pretrained(
             source.place, trust_remote_code=trust_remote_code, **source.options
@@ -84,6 +96,20 @@ def load_tokenizer(
     return tokenizer
 
 
+def find_tokenizer(path_or_name: str | os.PathLike[str], **source: Any) -> Any | None:
+    """Load the tokenizer of a model if it has one that loads, for whoever can do without.
+
+    :param source: the other parameters of `load_tokenizer`
+    """
+    if not _Source.of(path_or_name, **source).may_have_tokenizer():
+        return None
+    try:
+        return load_tokenizer(path_or_name, **source)
+    except ConfigurationError as error:
+        warnings.warn(f"continuing without a tokenizer: {error}", stacklevel=2)
+        return None
+
+
 def empty_model(
     path_or_name: str | os.PathLike[str],
     *,
@@ -91,7 +117,7 @@ def empty_model(
     gguf_file: str | None = None,
     download: bool = False,
 ) -> nn.Module:
-    """The model without its weights, on the meta device. Its config is all that is needed."""
+    """Build a model without its weights, on the meta device, from its config alone."""
     source = _Source.of(path_or_name, trust_remote_code, gguf_file, download)
     config = source.config()
     cls, options = _class_of(config, source)
@@ -103,7 +129,7 @@ def empty_model(
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where a model comes from, and what may be done to get it."""
+    """The place of a model, and what may be done to load it."""
 
     place: str
     is_folder: bool
@@ -115,16 +141,16 @@ class _Source:
     def of(
         cls,
         path_or_name: str | os.PathLike[str],
-        trust_remote_code: bool,
-        gguf_file: str | None,
-        download: bool,
+        trust_remote_code: bool = False,
+        gguf_file: str | None = None,
+        download: bool = False,
     ) -> "_Source":
         place = os.path.expanduser(os.fspath(path_or_name))
         is_folder = os.path.isdir(place)
         if os.path.isfile(place):
             raise ConfigurationError(
-                f"{place} is a file; give the folder it is in, and for weights in GGUF the name of "
-                "that file too (--gguf-file)"
+                f"{place} is a file; give its folder, and for weights in GGUF also the name of the "
+                "file (--gguf-file)"
             )
         if not is_folder and _looks_like_a_path(place):
             raise ConfigurationError(f"there is no folder {place}")
@@ -161,7 +187,7 @@ class _Source:
         )
 
     def require_safetensors(self) -> None:
-        """Other formats of weights run code when they are read."""
+        """Refuse other formats of weights: reading them can run code."""
         if not self.is_folder or self.gguf_file is not None:
             return
         names = sorted(os.listdir(self.place))
@@ -174,17 +200,14 @@ class _Source:
             + "; save it with save_pretrained, or name a GGUF file with --gguf-file"
         )
 
-    def require_tokenizer(self) -> None:
+    def may_have_tokenizer(self) -> bool:
+        """Return False only for a folder that has no file of a tokenizer."""
         if not self.is_folder or self.gguf_file is not None:
-            return
-        if not any(name.startswith(_TOKENIZER_FILES) for name in os.listdir(self.place)):
-            raise ConfigurationError(
-                f"{self.place} has no tokenizer; save the one that belongs to the model there with "
-                "save_pretrained"
-            )
+            return True
+        return any(name.startswith(_TOKENIZER_FILES) for name in os.listdir(self.place))
 
     def read(self, load: Callable[[], _T]) -> _T:
-        """What `load` gives, with errors that say what to do."""
+        """Call `load` and turn its errors into ones that say what to do."""
         try:
             return load()
         except ImportError as error:
@@ -195,28 +218,28 @@ class _Source:
     def _explanation(self, error: Exception) -> str:
         if "trust_remote_code" in str(error):
             return (
-                f"{self.place} comes with code of its own; read it, and if you trust it pass "
-                "--trust-remote-code"
+                f"{self.place} comes with code of its own; read it, and if you trust it, pass "
+                "trust_remote_code=True (--trust-remote-code)"
             )
         if self.is_folder or self.download or not isinstance(error, OSError):
             return f"cannot load {self.place}: {_gist(error)}"
         return (
             f"{self.place} is neither a folder nor in the cache of downloaded models; "
-            "--download fetches it from the hub"
+            "download=True (--download) fetches it from the hub"
         )
 
 
 def _class_of(config: Any, source: _Source) -> tuple[Any, dict[str, Any]]:
-    """The class that the config names, and the options that a class of Auto… takes on top."""
+    """Return the class that the config names, and the extra options of an Auto… class."""
     import transformers
 
     name = next(iter(getattr(config, "architectures", None) or []), "")
     known = getattr(transformers, name, None)
     is_own = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
-    # Whoever trusts a model's own code gets that, also where it takes a name of transformers.
+    # Trusted code of the model wins, even if its class has a name of transformers.
     if is_own and not (source.trust_remote_code and hasattr(config, "auto_map")):
         return known, {}
-    # GGUF names no class; it is a format of language models.
+    # GGUF names no class; it is a format for language models.
     usual = "AutoModel" if source.gguf_file is None else "AutoModelForCausalLM"
     head = next((auto for end, auto in _HEADS.items() if name.endswith(end)), usual)
     return getattr(transformers, head), {"trust_remote_code": source.trust_remote_code}
@@ -227,7 +250,7 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     if dtype not in _DTYPES:
         raise ConfigurationError(
-            f"there is no dtype {dtype!r}; there are auto, {', '.join(_DTYPES)}"
+            f"there is no dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}"
         )
     found = _DTYPES[dtype]
     assert isinstance(found, torch.dtype)
@@ -235,33 +258,33 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
 
 
 def require_full_precision(config: Any, name: str) -> None:
-    """Refuse a model that says of itself that it is quantized.
+    """Refuse a model whose config says that it is quantized.
 
-    :param config: that of a model of transformers
-    :param name: what to call the model
+    :param config: the config of a model of transformers, or None
+    :param name: name of the model in the error
     """
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
-    advice = "calibrate the model that it was made from"
+    advice = "calibrate the model it was made from"
     if "gguf" in str(quantization).lower():
         advice = "inlay.checkpoint.loading.load_model(folder, gguf_file=…) unpacks its weights"
     raise ConfigurationError(f"{name} is quantized already; {advice}")
 
 
 def _unpacked() -> dict[str, Any]:
-    """What lets transformers unpack GGUF, and not call the model quantized afterwards."""
+    """Return options that make transformers unpack GGUF and not call the model quantized."""
     import transformers
 
-    config = getattr(transformers, "GgufConfig", None)  # older ones always unpack
+    config = getattr(transformers, "GgufConfig", None)  # older versions always unpack
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _correct_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Undo what conversion from GGUF gets wrong.
+    """Correct two errors of the conversion from GGUF.
 
-    The end of a text may become its begin, so special tokens are taken from the file's metadata;
-    and spaces before punctuation would be lost, which only WordPiece puts there.
+    It may take the end token of a text for the start token, so special tokens come from the file's
+    metadata. It also removes spaces before punctuation, which is right only for WordPiece.
     """
     for role in ("bos", "eos", "unk", "pad"):
         number = getattr(config, f"{role}_token_id", None)
@@ -271,7 +294,7 @@ def _correct_tokenizer(tokenizer: Any, config: Any) -> None:
 
 
 def _require_all_weights(model: Any, found: dict[str, Any], source: _Source) -> None:
-    """Refuse a model of which a part is random: its statistics would mean nothing."""
+    """Refuse a model with random parts: its statistics would mean nothing."""
     missing = sorted(found.get("missing_keys") or [])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -287,6 +310,6 @@ def _looks_like_a_path(place: str) -> bool:
 
 
 def _gist(error: Exception) -> str:
-    """The first sentence or so: what transformers writes after it is advice for others."""
+    """Return the first line of an error: transformers continues with advice for others."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Tensors into safetensors files of a limited size, named as transformers names them."""
+"""Writing tensors to safetensors files of limited size, named as transformers names them."""
 
 import json
 import re
@@ -18,22 +18,22 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class Shards:
-    """Takes tensors one after another and writes a file whenever one is full.
+    """A writer that takes tensors one after another and writes a file whenever it is full.
 
-    How many files there will be is known only in the end, so that is when they get their names.
+    File names include the number of files, so files are named when all are written.
     """
 
     def __init__(self, folder: Path, max_size: int) -> None:
         self.folder = folder
         self.max_size = max_size
         self.total_size = 0
-        self._names: list[set[str]] = []  # of each file that is written
+        self._names: list[set[str]] = []  # names of tensors, for each written file
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_size = 0
         self._addresses: set[int] = set()
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors in. They must not change until the shards are closed."""
+        """Add tensors. They must not change until the shards are closed."""
         for name, tensor in tensors.items():
             if name in self._pending or any(name in names for names in self._names):
                 raise ConfigurationError(f"two tensors of the model would be saved as {name}")
@@ -45,7 +45,7 @@ class Shards:
             self.total_size += size
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A file cannot hold the same memory under two names."""
+        """Clone a tensor that shares memory with another: a file cannot hold it under two names."""
         if tensor.data_ptr() in self._addresses:
             tensor = tensor.clone()
         self._addresses.add(tensor.data_ptr())
@@ -64,7 +64,7 @@ class Shards:
         return self.folder / f"shard-{index}.safetensors"
 
     def close(self, *, parameters: int) -> None:
-        """Write what is left, name the files, and write the index if there are several.
+        """Write the last file, name all files, and write the index if there are several.
 
         :param parameters: how many parameters the model has, for the index
         """
@@ -82,7 +82,7 @@ class Shards:
 
 
 def size_in_bytes(size: int | str) -> int:
-    """`"5GB"` as a number. Units are KB, MB, GB, TB and KiB, MiB, GiB, TiB."""
+    """Convert a size such as `"5GB"`. Units are KB, MB, GB, TB and KiB, MiB, GiB, TiB."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     if found is None or found[2].upper() not in _UNITS or float(found[1]) <= 0:
         raise ConfigurationError(f'{size!r} is not a size; write it as "5GB" or "500MB"')

@@ -1,4 +1,4 @@
-"""A checkpoint that transformers and vLLM load, written one block of the model at a time."""
+"""Writing a checkpoint that transformers and vLLM load, one block of the model at a time."""
 
 import copy
 import re
@@ -34,7 +34,7 @@ __all__ = ["CheckpointSizes", "require_servable", "save_checkpoint"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """Bytes of all tensors of a model, as it was and as it was written."""
+    """Bytes of all tensors of a model, in memory and as written."""
 
     before: int
     after: int
@@ -54,14 +54,14 @@ def save_checkpoint(
 ) -> CheckpointSizes:
     """Write a model with its qparams into a folder, as llm-compressor would.
 
-    The model stays as it is. Beside it, what is held is one block, compressed, and one shard.
+    The model stays as it is. In addition, memory holds one compressed block and one shard.
 
-    :param folder: a folder that is there, best one of `inlay.files.new_folder`
-    :param qparams: what `Calibration.finalize` returned
+    :param folder: an existing folder, best one from `inlay.files.new_folder`
+    :param qparams: the result of `Calibration.finalize`
     :param tokenizer: a tokenizer or processor to write beside the model
     :param max_shard_size: the largest size of a file with weights, `"5GB"` for example
-    :param accept: what to accept instead of refusing it, as in `Calibration.finalize`
-    :param progress: whether to draw a progress bar; by default where there is a terminal
+    :param accept: problems to accept instead of refusing, as in `Calibration.finalize`
+    :param progress: draw a progress bar; by default if there is a terminal
     """
     _require_saveable(model)
     max_size = size_in_bytes(max_shard_size)
@@ -74,7 +74,7 @@ def save_checkpoint(
     keep_ties = not _shares_quantized_weight(model, layers)
     blocks = _blocks(_unquantized_state(model, layers, keep_ties), layers)
     for unquantized, own_layers in watched(blocks, "writing the checkpoint", show=progress):
-        # Not kept in the block: what is compressed goes as soon as it is written.
+        # Compressed here, not kept in the block, so that it is freed once it is written.
         quantized = {}
         for layer in own_layers:
             quantized.update(_compressed(layer, qparams))
@@ -90,20 +90,20 @@ def save_checkpoint(
 def _require_saveable(model: nn.Module) -> None:
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise ConfigurationError(
-            f"{type(model).__name__} is not a model of transformers; only those have a checkpoint "
-            "that can be written"
+            f"{type(model).__name__} is not a model of transformers; only such models can be "
+            "written as a checkpoint"
         )
     require_full_precision(model.config, type(model).__name__)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigurationError(
-            "some weights of the model are not in memory but offloaded; load it without device_map"
+            "some weights of the model are offloaded, not in memory; load it without device_map"
         )
 
 
 def _shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:
-    """Whether a weight that is quantized is tied to another.
+    """Return whether a quantized weight is tied to another.
 
-    A loader ties a single tensor, not one with scales and of another type.
+    A loader ties a single tensor; a quantized weight is several tensors of another type.
     """
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -115,7 +115,7 @@ def _shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer])
 def _unquantized_state(
     model: Any, layers: Iterable[QuantizedLayer], keep_ties: bool
 ) -> dict[str, torch.Tensor]:
-    """What is written as it is, under the model's own names. Nothing is copied."""
+    """Return the tensors to write unchanged, under the model's own names, without copying."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     state: dict[str, torch.Tensor] = model.state_dict()
@@ -132,7 +132,7 @@ _Block = tuple[dict[str, torch.Tensor], list[QuantizedLayer]]
 
 
 def _blocks(state: dict[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[_Block]:
-    """Tensors and layers by the block of the model that they belong to."""
+    """Group tensors and layers by the block of the model that they belong to."""
     blocks: dict[str, _Block] = {}
     for name, tensor in state.items():
         blocks.setdefault(_block_of(name), ({}, []))[0][name] = tensor
@@ -142,7 +142,7 @@ def _blocks(state: dict[str, torch.Tensor], layers: Iterable[QuantizedLayer]) ->
 
 
 def _block_of(name: str) -> str:
-    """The name up to the first number: `model.layers.3` of whatever is in there."""
+    """Return a name up to its first number, such as `model.layers.3`."""
     found = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return found[0] if found else ""
 
@@ -150,7 +150,7 @@ def _block_of(name: str) -> str:
 def _compressed(
     layer: QuantizedLayer, qparams: Mapping[str, QParamsDict]
 ) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a quantized layer, beside its bias and the like."""
+    """Return the tensors that quantization of a layer adds to a checkpoint."""
     state = {}
     for slot in layer.slots:
         state.update(_qparams_as_stored(layer, slot, qparams.get(slot.name, {})))
@@ -161,7 +161,7 @@ def _compressed(
     for name, tensor in state.items():
         if not name.endswith("scale") or not tensor.is_floating_point():
             continue
-        # A small scale can become zero in the type it is stored in.
+        # A small scale can become zero in the dtype that stores it.
         unusable = describe_unusable(name, tensor)
         if unusable is not None:
             raise StatisticsError(
@@ -174,7 +174,7 @@ def _compressed(
 def _qparams_as_stored(
     layer: QuantizedLayer, slot: Slot, found: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """Qparams under the names and with the shapes and dtypes that a loader makes room for."""
+    """Return qparams under the names, and with the shapes and dtypes, that a loader expects."""
     shell = nn.Module()
     shell.register_parameter("here", nn.Parameter(torch.empty(0, device="meta")))
     observed_shape = _observed_shape(layer, slot, found)
@@ -190,7 +190,7 @@ def _qparams_as_stored(
 def _observed_shape(
     layer: QuantizedLayer, slot: Slot, found: Mapping[str, Any]
 ) -> tuple[int | None, ...]:
-    """The shape of what was observed, from the right, as far as it is known beforehand."""
+    """Return the known dimensions of the observed value, aligned to the right."""
     if layer.weight is None:  # (heads, tokens, size of a head), with a scale for each head or one
         return (found["scale"].numel(), None, None)
     rows, columns = layer.weight.shape
@@ -200,7 +200,7 @@ def _observed_shape(
 def _as_saved(
     model: Any, unquantized: dict[str, torch.Tensor], quantized: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The tensors under the names, and in the form, in which transformers saves them."""
+    """Return the tensors under the names, and in the form, that transformers saves."""
     from transformers.core_model_loading import revert_weight_conversion
 
     saved: dict[str, torch.Tensor] = revert_weight_conversion(model, {**unquantized, **quantized})
@@ -208,8 +208,8 @@ def _as_saved(
     changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]
     if changed:
         raise ConfigurationError(
-            f"{', '.join(changed)} would be merged or split when saved, which quantized tensors "
-            "cannot be; ignore these modules in the recipe"
+            f"saving would merge or split {', '.join(changed)}, which is impossible for quantized "
+            "tensors; ignore these modules in the recipe"
         )
     return saved
 
@@ -231,23 +231,23 @@ def _write_configs(folder: Path, model: Any, keep_ties: bool) -> None:
 
 
 def _warn_of_experts(model: nn.Module, config: QuantizationConfig) -> None:
-    """Say what transformers makes of experts that are left as they are.
+    """Warn of experts in full precision that transformers would not load.
 
-    It takes all experts of a compressed checkpoint to be quantized, and lets only those without
-    scales pass that could have been in FP8.
+    It expects all experts of a compressed checkpoint to be quantized, and accepts experts without
+    scales only in FP8 checkpoints.
     """
     experts = [name for name, _ in experts_in_one_parameter(model)]
     formats = {scheme.format for scheme in config.config_groups.values()}
     if experts and formats - {CompressionFormat.float_quantized.value}:
         warnings.warn(
-            f"{experts[0]} and {len(experts) - 1} more stay in full precision. transformers looks "
-            "for quantized experts in such a checkpoint and would start with random ones; load it "
-            "elsewhere, or use a FP8 scheme",
+            f"{experts[0]} and {len(experts) - 1} more stay in full precision. transformers "
+            "expects quantized experts in such a checkpoint and would start with random ones; load "
+            "it with another library, or use an FP8 scheme",
             stacklevel=3,
         )
 
 
 def _size(model: nn.Module) -> int:
-    """Bytes of what a checkpoint of the model holds; what is tied is counted once."""
+    """Return the bytes of a checkpoint of the model, counting tied tensors once."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

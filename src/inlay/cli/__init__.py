@@ -2,7 +2,7 @@
 
 from inlay.cli.app import app, main
 
-# Importing them hangs the commands on the program, in this order.
+# Importing these modules registers their commands with the program, in this order.
 from inlay.cli import commands, listings  # isort: skip
 
 __all__ = ["app", "commands", "listings", "main"]

@@ -1,7 +1,7 @@
-"""The program itself: what all commands hang on.
+"""The program that all commands register with.
 
-What the library needs for its work takes seconds to import, so commands import it themselves:
-`inlay --help` answers at once.
+The library takes seconds to import, so each command imports the parts it needs: `inlay --help`
+answers at once.
 """
 
 import os
@@ -26,7 +26,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line."""
     if not sys.stderr.isatty():
-        # Libraries draw bars of their own, and this is read once, when they are imported.
+        # Libraries draw progress bars of their own; they read this once, on import.
         os.environ.setdefault("TQDM_DISABLE", "1")
     app(prog_name="inlay")
 
@@ -41,10 +41,12 @@ def _show_version(value: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
-    """Calibrates models for quantization: a model and some text in, a checkpoint out.
+    """Calibrate models for quantization: a model and some text in, a checkpoint out.
 
     Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
     """

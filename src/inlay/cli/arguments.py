@@ -1,4 +1,4 @@
-"""Arguments and options that commands share, with the help that is shown for them."""
+"""Arguments and options that commands share, with their help."""
 
 from enum import Enum
 from pathlib import Path
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-# Headings in the help.
+# Headings of the panels in the help.
 QUANTIZATION = "What to quantize"
 DATA = "Data"
 LOADING = "Loading the model"
@@ -43,7 +43,7 @@ SAVING = "Writing the result"
 
 
 class Dtype(str, Enum):
-    """What the weights are calibrated in."""
+    """Dtypes that weights can be loaded in."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -52,14 +52,14 @@ class Dtype(str, Enum):
 
 
 class KvCache(str, Enum):
-    """What keys and values are stored as."""
+    """Formats that keys and values can be stored in."""
 
     FP8 = "fp8"
     INT8 = "int8"
 
 
 class Accepted(str, Enum):
-    """What is refused unless it is accepted."""
+    """Problems that are refused unless the user accepts them."""
 
     UNOBSERVED = "unobserved"
     NOT_FINITE = "not_finite"
@@ -67,7 +67,7 @@ class Accepted(str, Enum):
 
 
 def file_option(name: str, *, help: str, panel: str) -> Any:
-    """An option for a file that must be there."""
+    """Return an option for a file that must exist."""
     return typer.Option(
         name,
         help=help,
@@ -81,28 +81,26 @@ def file_option(name: str, *, help: str, panel: str) -> Any:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="Folder of a model, or its name on the hub.", show_default=False
+        metavar="MODEL", help="Folder of a model or its name on the hub.", show_default=False
     ),
 ]
 Scheme = Annotated[
     str | None,
     typer.Option(
-        help="What to quantize: a preset, see [b]inlay schemes[/b].",
+        help="Preset that says what to quantize, see [b]inlay schemes[/b].",
         show_default=False,
         rich_help_panel=QUANTIZATION,
     ),
 ]
 RecipeFile = Annotated[
     Path | None,
-    file_option(
-        "--recipe", help="The same in a YAML file, instead of a scheme.", panel=QUANTIZATION
-    ),
+    file_option("--recipe", help="YAML file that says what to quantize.", panel=QUANTIZATION),
 ]
 ObserverOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PART=NAME[:KEY=VALUE,…]",
-        help="Observer of weights, input, output or kv-cache, see [b]inlay observers[/b].",
+        help="Observer for weights, input, output or kv-cache, see [b]inlay observers[/b].",
         show_default=False,
         rich_help_panel=QUANTIZATION,
     ),
@@ -111,7 +109,7 @@ ObserverFile = Annotated[
     Path | None,
     file_option(
         "--observer-file",
-        help="Python file to execute; it registers observers.",
+        help="Python file that registers observers; it is executed.",
         panel=QUANTIZATION,
     ),
 ]
@@ -119,7 +117,7 @@ Ignore = Annotated[
     list[str] | None,
     typer.Option(
         help="Module to leave in full precision: its name or re:PATTERN. The head of a language "
-        "model is left out by itself; [b]none[/b] quantizes it too.",
+        "model always is, unless this is [b]none[/b].",
         show_default=False,
         rich_help_panel=QUANTIZATION,
     ),
@@ -127,19 +125,17 @@ Ignore = Annotated[
 KvCacheOption = Annotated[
     KvCache | None,
     typer.Option(
-        help="Quantize keys and values of attention too.",
+        help="Also quantize keys and values of attention.",
         show_default=False,
         rich_help_panel=QUANTIZATION,
     ),
 ]
 DtypeOption = Annotated[
-    Dtype, typer.Option(help="What to load the weights as.", rich_help_panel=LOADING)
+    Dtype, typer.Option(help="Dtype to load the weights in.", rich_help_panel=LOADING)
 ]
 Download = Annotated[
     bool,
-    typer.Option(
-        "--download", help="Fetch from the hub what is not in the cache.", rich_help_panel=LOADING
-    ),
+    typer.Option("--download", help="Fetch missing files from the hub.", rich_help_panel=LOADING),
 ]
 RemoteCode = Annotated[
     bool,
@@ -150,7 +146,7 @@ RemoteCode = Annotated[
 GgufFile = Annotated[
     str | None,
     typer.Option(
-        help="File in the model's folder to take the weights from.",
+        help="GGUF file in the model's folder to take the weights from.",
         show_default=False,
         rich_help_panel=LOADING,
     ),
@@ -164,16 +160,17 @@ Out = Annotated[
 Accept = Annotated[
     list[Accepted] | None,
     typer.Option(
-        help="Go on where this is found, instead of refusing.",
+        help="Accept this problem instead of refusing to go on.",
         show_default=False,
         rich_help_panel=SAVING,
     ),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what is in the folder.", rich_help_panel=SAVING)
+    bool,
+    typer.Option("--overwrite", help="Replace a folder that is not empty.", rich_help_panel=SAVING),
 ]
 NoReport = Annotated[
     bool, typer.Option("--no-report", help="Write no report.", rich_help_panel=SAVING)
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing unless it fails.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

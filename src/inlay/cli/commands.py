@@ -1,6 +1,7 @@
-"""Commands that quantize a model, and what comes before and after."""
+"""Commands that quantize a model, explain the plan, and merge statistics."""
 
 import functools
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -35,6 +36,7 @@ from inlay.cli.arguments import (
 from inlay.cli.outcome import show_result
 from inlay.cli.terminal import calm_transformers, console, reported, tell
 from inlay.errors import ConfigurationError
+from inlay.files import require_room
 
 if TYPE_CHECKING:
     from inlay.cli.recipes import Wanted
@@ -57,29 +59,30 @@ def calibrate(
         Path | None,
         file_option(
             "--data",
-            help=".txt with a text a line, or .jsonl with [b]text[/b] or [b]messages[/b].",
+            help=".txt with one text per line, or .jsonl with [b]text[/b], [b]messages[/b] or "
+            "[b]input_ids[/b].",
             panel=DATA,
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="How many texts calibrate.", rich_help_panel=DATA)
+        int, typer.Option(min=1, help="How many texts to calibrate on.", rich_help_panel=DATA)
     ] = 512,
     max_length: Annotated[
-        int, typer.Option(min=1, help="Tokens to cut texts to.", rich_help_panel=DATA)
+        int, typer.Option(min=1, help="Cut texts after this many tokens.", rich_help_panel=DATA)
     ] = 2048,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Texts a batch.", rich_help_panel=DATA)
+        int, typer.Option(min=1, help="Texts per batch.", rich_help_panel=DATA)
     ] = 1,
     count_padding: Annotated[
         bool,
         typer.Option(
-            "--count-padding", help="Observe padding like any token.", rich_help_panel=DATA
+            "--count-padding", help="Observe padding like any other token.", rich_help_panel=DATA
         ),
     ] = False,
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on where an interrupted run stopped.", rich_help_panel=DATA
+            "--resume", help="Continue where an interrupted run stopped.", rich_help_panel=DATA
         ),
     ] = False,
     out: Out,
@@ -97,24 +100,27 @@ def calibrate(
 
     Example: [b]inlay calibrate ./SmolLM2 --scheme W8A8 --data chats.jsonl --out SmolLM2-W8A8[/b]
     """
-    _require_free(out, model, overwrite=overwrite)
+    _require_apart(out, model)
+    require_room(out, overwrite=overwrite)
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
-    from inlay.checkpoint.loading import load_model, load_tokenizer
+    from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
     from inlay.data.tokenize import read_rows
-    from inlay.workflow.run import calibrate as run
+    from inlay.workflow.run import calibrate as calibrate_model
 
-    if data is not None:
-        next(read_rows(data), None)  # what cannot be read is refused before the model is loaded
+    # Refuse data that cannot be read before loading the model.
+    first_row = None if data is None else next(read_rows(data), None)
+    # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
+    is_text = first_row is not None and first_row.kind != "input_ids"
     calm_transformers(quiet)
     source = _source(gguf_file, download, trust_remote_code)
     loaded = load_model(model, dtype=dtype.value, **source)
-    statistics = out.with_name(f"{out.name}.statistics")
+    statistics = _statistics_folder(out)
     try:
-        calibration = run(
+        run = calibrate_model(
             loaded,
             wanted.recipe_for(loaded),
             data,
-            tokenizer=load_tokenizer(model, **source),
+            tokenizer=(load_tokenizer if is_text else find_tokenizer)(model, **source),
             max_length=max_length,
             samples=samples,
             batch_size=batch_size,
@@ -125,12 +131,12 @@ def calibrate(
             resume=resume,
             progress=False if quiet else None,
         )
-        calibration.save(out, overwrite=overwrite, report=not no_report)
+        run.save(out, overwrite=overwrite, report=not no_report)
     except KeyboardInterrupt:
         _interrupted(statistics)
-    shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint has them now
+    shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint holds them now
     if not quiet:
-        show_result(calibration, out)
+        show_result(run, out)
 
 
 @app.command()
@@ -147,13 +153,13 @@ def explain(
     download: Download = False,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Show what would be quantized and observed. Of the model it reads only the config.
+    """Show what would be quantized and observed. Reads only the config of the model.
 
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
     from inlay.checkpoint.loading import empty_model
-    from inlay.cli.words import tree_of
+    from inlay.cli.tree import tree_of
     from inlay.recipe import Plan
 
     calm_transformers(quiet=True)
@@ -180,7 +186,7 @@ def requantize(
         Path,
         typer.Argument(
             metavar="STATISTICS",
-            help="Folder of a checkpoint, or of saved statistics.",
+            help="Folder of a checkpoint or of saved statistics.",
             exists=True,
             show_default=False,
         ),
@@ -188,7 +194,7 @@ def requantize(
     *,
     model: Annotated[
         str,
-        typer.Option(help="The model they were observed in.", rich_help_panel=LOADING),
+        typer.Option(help="Model that the statistics were gathered from.", rich_help_panel=LOADING),
     ],
     scheme: Scheme = None,
     recipe: RecipeFile = None,
@@ -211,22 +217,28 @@ def requantize(
     Example: [b]inlay requantize SmolLM2-W8A8 --scheme W8A8_STATIC
     --observer input=histogram:method=entropy --model ./SmolLM2 --out SmolLM2-entropy[/b]
     """
-    _require_free(out, model, statistics, overwrite=overwrite)
+    _require_apart(out, model, statistics)
+    require_room(out, overwrite=overwrite)
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
-    from inlay.calibration import Calibration
-    from inlay.checkpoint.loading import load_model, load_tokenizer
+    from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.statistics.on_disk import StoredStatistics
+    from inlay.workflow.run import requantize as requantize_model
 
     calm_transformers(quiet)
     stored = StoredStatistics.load(statistics)
     source = _source(gguf_file, download, trust_remote_code)
     loaded = load_model(model, dtype=dtype.value, **source)
-    calibration = Calibration.from_statistics(loaded, wanted.recipe_for(loaded), stored)
-    calibration.tokenizer = load_tokenizer(model, **source)
-    calibration.finalize(accept=_names(accept))
-    calibration.save(out, overwrite=overwrite, report=not no_report)
+    run = requantize_model(
+        loaded,
+        wanted.recipe_for(loaded),
+        stored,
+        tokenizer=find_tokenizer(model, **source),
+        accept=_names(accept),
+        progress=False if quiet else None,
+    )
+    run.save(out, overwrite=overwrite, report=not no_report)
     if not quiet:
-        show_result(calibration, out)
+        show_result(run, out)
 
 
 @app.command()
@@ -236,20 +248,23 @@ def merge(
         list[Path],
         typer.Argument(
             metavar="STATISTICS",
-            help="Folders of checkpoints, or of saved statistics.",
+            help="Folders of checkpoints or of saved statistics.",
             exists=True,
             show_default=False,
         ),
     ],
     out: Out,
 ) -> None:
-    """Merge statistics of several runs with the same recipe, as if one had seen all their data.
+    """Merge statistics of several runs with the same recipe, as if one run had seen all the data.
 
     Example: [b]inlay merge first.statistics second.statistics --out both.statistics[/b]
     """
     if len(statistics) < 2:
         raise typer.BadParameter("give at least two", param_hint="STATISTICS")
-    _require_free(out, *statistics)
+    _require_apart(out, *statistics)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigurationError(f"{out} is not empty; choose another folder")
+    require_room(out)
     from inlay.statistics.on_disk import StoredStatistics
 
     loaded = map(StoredStatistics.load, statistics)
@@ -265,7 +280,7 @@ def _wanted(
     ignore: list[str] | None,
     kv_cache: KvCache | None,
 ) -> "Wanted":
-    """What to quantize, as far as that can be said without the model."""
+    """Collect what the options say about quantization; it becomes a recipe with the model."""
     if (scheme is None) == (recipe is None):
         raise typer.BadParameter("give exactly one of them", param_hint="--scheme or --recipe")
     from inlay.cli.recipes import ObserverChoice, Wanted, run_observer_file
@@ -286,7 +301,7 @@ def _wanted(
 
 
 def _source(gguf_file: str | None, download: bool, trust_remote_code: bool) -> dict[str, Any]:
-    """Where a model comes from, for the functions that load it."""
+    """Collect the options about loading, for the functions that load."""
     return {
         "gguf_file": gguf_file,
         "download": download,
@@ -294,21 +309,22 @@ def _source(gguf_file: str | None, download: bool, trust_remote_code: bool) -> d
     }
 
 
-def _require_free(out: Path, *sources: str | Path, overwrite: bool | None = None) -> None:
-    """Refuse a folder that is in use before hours are spent, and what is read in any case."""
+def _require_apart(out: Path, *sources: str | Path) -> None:
+    """Refuse to write over anything that the command reads, even with --overwrite."""
     for origin in map(Path, sources):
         if origin.exists() and out.resolve() in (origin.resolve(), *origin.resolve().parents):
-            raise ConfigurationError(f"{origin} is read, and is in {out}; write to another folder")
-    if not overwrite and out.exists() and any(out.iterdir()):
-        hint = (
-            "choose another folder" if overwrite is None else "--overwrite replaces what is there"
-        )
-        raise ConfigurationError(f"{out} is not empty; {hint}")
+            raise ConfigurationError(f"{out} holds {origin}, which is read; name another folder")
+
+
+def _statistics_folder(out: Path) -> Path:
+    """Return the folder beside `out` that keeps the statistics while a run goes on."""
+    place = Path(os.path.abspath(out)) if out.name in ("", "..") else out
+    return place.with_name(f"{place.name}.statistics")
 
 
 def _interrupted(statistics: Path) -> NoReturn:
     if statistics.exists():
-        tell(f"interrupted; {statistics} holds what was seen: go on with --resume")
+        tell(f"interrupted; {statistics} holds the statistics so far: continue with --resume")
     else:
         tell("interrupted before any statistics were saved; nothing was written")
     raise typer.Exit(130)

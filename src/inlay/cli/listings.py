@@ -1,4 +1,4 @@
-"""Commands that show what there is."""
+"""Commands that list presets and observers, and write a report again."""
 
 from pathlib import Path
 from typing import Annotated
@@ -38,7 +38,7 @@ def report(
     data = report_data(folder)
     if data is None:
         raise ConfigurationError(
-            f"{folder} has no report.json; checkpoints that were saved with a report have one"
+            f"{folder} has no report.json; only a checkpoint saved with a report has one"
         )
     typer.echo(write(data, folder / "report.html"))
 
@@ -73,13 +73,13 @@ def observers(observer_file: ObserverFile = None) -> None:
 
     if observer_file is not None:
         run_observer_file(observer_file)
-    rows = table("observer", "for", "settings", "what its range is")
-    # The registry writes hyphens and takes either; everywhere else they are underscores.
+    rows = table("observer", "for", "settings", "range")
+    # The registry writes hyphens and takes either; everywhere else names have underscores.
     for name in sorted(name.replace("-", "_") for name in Observer.registered_names()):
         cls = Observer.get_value_from_registry(name)
         settings = ", ".join(f"{kwarg.name}={kwarg.default}" for kwarg in cls._kwargs)
         about = (cls.__doc__ or "").strip().partition("\n")[0]
-        # One that only keeps what it saw last does not serve for values that come in batches.
+        # An observer that keeps only the last value does not suit values that come in batches.
         of_weights = cls.observes_input or not cls._act_sync_dict
         rows.add_row(name, "weights" if of_weights else "activations", settings, about)
     console().print(rows)

@@ -1,4 +1,4 @@
-"""What came of a calibration, in a few lines."""
+"""The result of a run in a few lines."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,44 +6,43 @@ from typing import TYPE_CHECKING
 from inlay.cli.terminal import console
 
 if TYPE_CHECKING:
-    from inlay.calibration import Calibration
     from inlay.report import ReportData
+    from inlay.workflow.calibration_run import Run
 
 __all__ = ["report_data", "show_result"]
 
 
 def report_data(folder: Path) -> "ReportData | None":
-    """The data of a folder's report, if it has one."""
+    """Read the data of a folder's report; return None if it has no report."""
     from inlay.report import ReportData
 
     path = folder / "report.json"
     return ReportData.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def show_result(calibration: "Calibration", out: Path) -> None:
+def show_result(run: "Run", out: Path) -> None:
+    """Print where a run was saved, how long its stages took, and how the output changed."""
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
-    for name, value in _facts(calibration, out).items():
+    for name, value in _facts(run, out).items():
         grid.add_row(name, value)
     console().print(grid)
 
 
-def _facts(calibration: "Calibration", out: Path) -> dict[str, str]:
+def _facts(run: "Run", out: Path) -> dict[str, str]:
     from inlay.report.numbers import count, duration, number, size
 
     facts = {"checkpoint": str(out)}
-    ignored = calibration.recipe.config.ignore
+    ignored = run.recipe.config.ignore
     if ignored:
         facts["full precision"] = ", ".join(ignored)
-    data = report_data(out)
-    record = calibration.record
+    data, record = report_data(out), run.record
     if data is not None:
         facts["size"] = f"{size(data.size_before)} → {size(data.size_after)}"
-    if record is not None:
-        padding = f" and {count(record.padding_tokens)} of padding" if record.padding_tokens else ""
-        facts["tokens"] = f"{count(record.tokens)}{padding}, {count(record.samples)} samples"
-        facts["time"] = ", ".join(f"{name} {duration(took)}" for name, took in record.stages)
+    padding = f" and {count(record.padding_tokens)} of padding" if record.padding_tokens else ""
+    facts["tokens"] = f"{count(record.tokens)}{padding}, {count(record.samples)} samples"
+    facts["time"] = ", ".join(f"{name} {duration(took)}" for name, took in record.stages)
     for change in data.changes if data is not None else ():
         values = [change.before, change.after] if change.value is None else [change.value]
         facts[change.name] = " → ".join(map(number, values))

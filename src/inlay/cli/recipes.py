@@ -1,4 +1,4 @@
-"""From options as they are typed to a recipe."""
+"""Turning the options of a command into a recipe."""
 
 import importlib.util
 import sys
@@ -34,7 +34,7 @@ _PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ObserverChoice:
-    """An observer for one part of what is quantized: `input=histogram:method=entropy,norm=2`."""
+    """An observer for one part of a scheme: `input=histogram:method=entropy,norm=2`."""
 
     part: str
     name: str
@@ -42,6 +42,7 @@ class ObserverChoice:
 
     @classmethod
     def parse(cls, text: str) -> "ObserverChoice":
+        """Read a choice as it is typed."""
         choice, _, settings = text.partition(":")
         part, _, name = choice.partition("=")
         if part not in _PARTS or not name:
@@ -54,9 +55,9 @@ class ObserverChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What to quantize: a preset or a recipe in a file, and what is said on top of it.
+    """The wish of a user: a preset or a recipe in a file, and the options on top of it.
 
-    :param ignore: names of modules; `none` stands for not even the head of a language model
+    :param ignore: names of modules; `none` quantizes even the head of a language model
     """
 
     scheme: str | None = None
@@ -66,6 +67,7 @@ class Wanted:
     kv_cache: str | None = None
 
     def recipe_for(self, model: nn.Module) -> Recipe:
+        """Make the recipe for a model."""
         config: QuantizationConfig = self._start().config.model_copy(deep=True)
         ignore = [*(config.ignore or []), *self._ignored(model)]
         config.ignore = list(dict.fromkeys(ignore))
@@ -80,11 +82,11 @@ class Wanted:
             return Recipe.from_preset(self.scheme)
         if self.file is not None and self.scheme is None:
             return Recipe.from_yaml(self.file)
-        raise ConfigurationError("say what to quantize with either a scheme or a recipe")
+        raise ConfigurationError("give either a scheme or a recipe")
 
     def _ignored(self, model: nn.Module) -> list[str]:
         names = [name for name in self.ignore if name != "none"]
-        # A recipe in a file says itself what it ignores.
+        # A recipe in a file names itself the modules to ignore.
         is_head_kept = self.scheme is not None and "none" not in self.ignore
         return [*names, *_head(model)] if is_head_kept else names
 
@@ -97,7 +99,7 @@ def run_observer_file(path: Path) -> list[str]:
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # what is traced or copied is looked up by its module's name
+    sys.modules[name] = module  # tracing and copying look classes up by their module's name
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -123,8 +125,8 @@ def _choose(config: QuantizationConfig, choice: ObserverChoice, source: str) -> 
     observing = [owner for owner in quantizing if getattr(owner, field_name).dynamic is not True]
     if not observing:
         raise ConfigurationError(
-            f"{source} quantizes {choice.part} dynamically, which needs no observer; a static "
-            "scheme such as W8A8_STATIC or FP8 does"
+            f"{source} quantizes {choice.part} dynamically, which needs no observer; choose a "
+            "static scheme such as W8A8_STATIC or FP8"
         )
     for owner in observing:
         args = getattr(owner, field_name)
@@ -133,7 +135,7 @@ def _choose(config: QuantizationConfig, choice: ObserverChoice, source: str) -> 
 
 
 def _head(model: nn.Module) -> list[str]:
-    """The layer from which a language model reads its next token, where errors show most."""
+    """Return the name of a language model's output layer, where errors show most."""
     if not getattr(model, "can_generate", bool)():
         return []
     head = model.get_output_embeddings()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""How commands speak: results to the standard output, everything else to the error output."""
+"""Output of commands: results go to standard output, everything else to standard error."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ __all__ = ["calm_transformers", "console", "reported", "table", "tell"]
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with `--debug`, and with its errors told in a line or two."""
+    """Add `--debug` to a command, and print its errors and warnings in a line or two."""
 
     @functools.wraps(command)
     def run(*args: Any, debug: bool, **kwargs: Any) -> None:
@@ -53,25 +53,26 @@ def _fail(error: Exception, debug: bool) -> NoReturn:
     elif isinstance(error, InlayError):
         tell(f"error: {_shortened(_with_options(str(error)))}")
     else:
-        # Not one of Inlay's own: the text alone may say little, so the type is named too.
+        # The text of a foreign error may say little by itself, so its type is named too.
         gist = next(iter(str(error).strip().splitlines()), "")
-        tell(f"error: {type(error).__name__}: {gist}\n--debug shows where it comes from")
+        tell(f"error: {type(error).__name__}: {gist}\n--debug shows the traceback")
     raise typer.Exit(1)
 
 
 def _with_options(text: str) -> str:
-    """What to do, as it is done on the command line."""
+    """Turn advice for Python into advice for the command line."""
     return re.sub(r'finalize\(accept=\{"(\w+)"\}\)', r"--accept \1", text)
 
 
 def _shortened(text: str) -> str:
-    """Beginning and end, where a list of modules between them is long."""
+    """Cut the middle out of a long error, where it lists modules."""
     if len(text) <= 600:
         return text
-    return f"{text[:300]} … {text[-200:]}\n--debug shows all of it"
+    return f"{text[:300]} … {text[-200:]}\n--debug shows the whole error"
 
 
 def tell(text: str) -> None:
+    """Print a line to standard error."""
     typer.echo(f"inlay: {text}", err=True)
 
 
@@ -80,7 +81,7 @@ def _tell_warning(message: Warning | str, *_where: Any) -> None:
 
 
 def calm_transformers(quiet: bool) -> None:
-    """Bars only where somebody watches; what it would warn of, loading refuses by itself."""
+    """Silence transformers: Inlay itself refuses bad models, and bars are for terminals only."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -89,14 +90,16 @@ def calm_transformers(quiet: bool) -> None:
 
 
 def console() -> "Console":
+    """Return a console for standard output that prints names of modules and files as they are."""
     from rich.console import Console
 
-    # Names of modules and files are not markup. Without a terminal nothing says how wide to be.
+    # A terminal has a width; anything else gets a fixed one.
     plain = {"markup": False, "emoji": False, "highlight": False}
     return Console(width=None if sys.stdout.isatty() else 160, **plain)  # type: ignore[arg-type]
 
 
 def table(*columns: str) -> "Table":
+    """Return an empty table with these headings."""
     from rich import box
     from rich.table import Table
 

@@ -1,3 +1,3 @@
-"""Where batches come from: files, texts, datasets and loaders, tokenized where they are text."""
+"""Batches from files, texts, datasets and loaders, tokenized if they are text."""
 
 __all__: list[str] = []

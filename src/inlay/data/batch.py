@@ -1,4 +1,4 @@
-"""A batch: what a model is called with, by name or by position."""
+"""Batches: the arguments of one call of a model, by name or by position."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -21,19 +21,19 @@ __all__ = [
 ]
 
 Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
-# Dimensions of tensors, by the name or place that these have in a batch.
+# Dimensions of tensors, by the name or position of the tensor in a batch.
 Varying = Mapping[str | int, Sequence[int]]
 
 
 def main_tensor(batch: Batch) -> torch.Tensor:
-    """The tensor that says how much there is in a batch."""
+    """Return the tensor whose shape tells how much a batch holds."""
     if isinstance(batch, tuple):
         return batch[0]
     return batch.get("input_ids", next(iter(batch.values())))
 
 
 def count_tokens(batch: Batch) -> tuple[int, int]:
-    """How many tokens of a batch count, and how many are padding."""
+    """Return how many tokens of a batch count, and how many are padding."""
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     if mask is not None and mask.ndim == 2:
         counted = int((mask != 0).sum())
@@ -41,27 +41,27 @@ def count_tokens(batch: Batch) -> tuple[int, int]:
     main = main_tensor(batch)
     if not main.is_floating_point():
         return main.numel(), 0
-    # Vectors of features, a row or a position each; whatever else, such as an image, is one.
+    # Each row or position of feature vectors is a token; anything else, such as an image, is one.
     positions = main.shape[:-1] if main.ndim in (2, 3) else main.shape[:1]
     return positions.numel(), 0
 
 
 def digest(batch: Batch) -> bytes:
-    """A fingerprint by which the same batch is recognized, on whatever device it is."""
+    """Return a fingerprint that is the same for equal batches on any device."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(_parts(batch), key=lambda pair: str(pair[0])):
         found.update(f"{name!r} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        # A single element counts as contiguous whatever its stride; only a copy surely is.
+        # A single element counts as contiguous whatever its stride; only a copy really is.
         flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
         found.update(flat.view(torch.uint8).numpy().tobytes())
     return found.digest()
 
 
 def varying_sizes(batches: Iterable[Any]) -> Varying:
-    """Dimensions that no half of the batches agree on, as the length of texts.
+    """Find dimensions for which no size is that of more than half of the batches.
 
-    Compiled for the first batch alone, a model would be compiled again with the second. Where most
-    sizes are the same, it is worth that: code for one size is faster.
+    The length of texts is one. Compiled for the first length, a model would be compiled again for
+    the second. If most sizes are equal that pays off: code for one size is faster.
     """
     shapes: dict[str | int, list[torch.Size]] = defaultdict(list)
     for batch in batches:
@@ -81,15 +81,15 @@ def _differ(sizes: Sequence[int]) -> bool:
 
 
 def on_device_of(model: nn.Module, batch: Any, varying: Varying | None = None) -> Any:
-    """The batch where the model is.
+    """Move a batch to the device of the model.
 
-    :param varying: sizes that are not to be relied on when it is compiled
+    :param varying: dimensions whose size compiled code must not rely on
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     moved = {}
     for name, part in _parts(batch):
         if isinstance(part, torch.Tensor):
-            part = part.detach().to(device)  # a tensor of its own, which can be marked
+            part = part.detach().to(device)  # marks go on this tensor, not on the caller's
             for dim in (varying or {}).get(name, ()):
                 mark_varying(part, dim)
         moved[name] = part

@@ -1,4 +1,4 @@
-"""Data to calibrate on, from whatever holds it: some of it calibrates, some is held out."""
+"""Sources of data: rows or batches are read, and split into calibration and held-out ones."""
 
 import itertools
 import os
@@ -21,12 +21,12 @@ _END = object()
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """Batches to calibrate on and batches to judge the result by.
+    """Batches to calibrate on, and held-out batches to judge the result by.
 
-    Iterating gives those to calibrate on: again and again, unless they come from a source that can
-    be read but once and whose length is unknown.
+    Iteration yields the batches to calibrate on. It can be repeated, unless the source can be read
+    only once and has no known length.
 
-    :param source: where they come from, for people
+    :param source: description of the source, for people
     :param samples: how many rows calibrate; None if that is known only after reading them
     """
 
@@ -40,7 +40,7 @@ class Batches:
 
     def __len__(self) -> int:
         if not isinstance(self.calibration, list):
-            raise TypeError(f"how many batches {self.source} has is known only after reading them")
+            raise TypeError(f"the number of batches in {self.source} is known only after reading")
         return len(self.calibration)
 
 
@@ -54,20 +54,20 @@ def batches_of(
     held_out: int = 16,
     vocabulary: int | None = None,
 ) -> Batches:
-    """Batches from a file, from texts, from a dataset, or from an iterable of batches.
+    """Make batches from a file, texts, a dataset, or an iterable of batches.
 
-    Rows are taken in order, and no more of them than needed. Batches that are ready stay as they
-    are: they count with all their rows, and `max_length` and `batch_size` do not concern them.
+    Rows are read in order, and no more of them than needed. Ready batches stay whole: all their
+    rows count, and `max_length` and `batch_size` do not apply to them.
 
     :param data: a path to `.txt` or `.jsonl`; texts; rows with `text`, `messages` or `input_ids`,
         such as those of a dataset of Hugging Face; or batches: mappings, tuples or single tensors
-    :param tokenizer: one of transformers, for texts and messages
-    :param max_length: longer rows are cut
-    :param samples: how many rows calibrate; by default all but those held out. Where there are
-        fewer, it is as if nothing had been said
-    :param batch_size: rows a batch
-    :param held_out: how many rows to hold out: those after `samples`, else the last ones, but no
-        more than an eighth. None, if the length is unknown and `samples` is not given
+    :param tokenizer: a tokenizer of transformers, for texts and messages
+    :param max_length: tokens after which a row is cut
+    :param samples: how many rows calibrate; by default all but the held-out ones. If there are
+        fewer, same as None
+    :param batch_size: rows per batch
+    :param held_out: how many rows to hold out: the ones after `samples`, else the last ones, but
+        at most an eighth. No row is held out if neither the length nor `samples` is known
     :param vocabulary: how many token ids the model knows
     """
     _require_counts(max_length=max_length, batch_size=batch_size)
@@ -90,11 +90,11 @@ def batches_of(
     if samples is None and not opened.is_finite:
         return Batches(
             source=opened.name,
-            calibration=_Again(lambda: batched(opened)),
+            calibration=_Restartable(lambda: batched(opened)),
             held_out=[],
             samples=None,
         )
-    weight = _one if opened.holds_rows else _row_count
+    weight = _count_one if opened.holds_rows else _row_count
     used, kept = _split(opened, weight, samples, held_out)
     return Batches(
         source=opened.described(len(used) + len(kept), used[0]),
@@ -106,12 +106,12 @@ def batches_of(
 
 @dataclass
 class _Opened:
-    """A source, of which the first item has been looked at."""
+    """A source whose first item has been read."""
 
     name: str
     holds_rows: bool
     is_finite: bool
-    start: Iterator[Any] | None  # what is left of the first reading, with the first item in front
+    start: Iterator[Any] | None  # the first reading, from its first item on
     again: Callable[[], Iterator[Any]] | None
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,7 +120,7 @@ class _Opened:
             return start
         if self.again is None:
             raise ConfigurationError(
-                f"{self.name} can be read only once; pass a list, or say how many samples to use"
+                f"{self.name} can be read only once; pass a list, or set the number of samples"
             )
         return self.again()
 
@@ -132,8 +132,8 @@ class _Opened:
 
 
 @dataclass(frozen=True)
-class _Again:
-    """An iterable made of a function that begins anew."""
+class _Restartable:
+    """An iterable that calls a function for each new iterator."""
 
     begin: Callable[[], Iterator[Batch]]
 
@@ -144,7 +144,7 @@ class _Again:
 def _open(data: Any) -> _Opened:
     if isinstance(data, (str, os.PathLike)):
         rows = read_rows(data)
-        return _looked_at(os.path.basename(data), rows, again=lambda: read_rows(data))
+        return _peeked(os.path.basename(data), rows, again=lambda: read_rows(data))
     if isinstance(data, torch.Tensor):
         raise ConfigurationError("data is a single tensor; pass a list of batches: [tensor]")
     if isinstance(data, Mapping):
@@ -163,8 +163,8 @@ def _open_iterable(data: Iterable[Any]) -> _Opened:
     can_begin_anew = start is not data
     first = next(start, _END)
     holds_rows = _is_dataset(data) or _is_row(first)
-    read = _rows if holds_rows else _ready
-    return _looked_at(
+    read = _rows if holds_rows else _ready_batches
+    return _peeked(
         name,
         read(itertools.chain([] if first is _END else [first], start), name),
         again=(lambda: read(data, name)) if can_begin_anew else None,
@@ -173,7 +173,7 @@ def _open_iterable(data: Iterable[Any]) -> _Opened:
     )
 
 
-def _looked_at(
+def _peeked(
     name: str,
     start: Iterator[Any],
     *,
@@ -195,12 +195,12 @@ def _rows(records: Iterable[Any], name: str) -> Iterator[Row]:
             yield row
 
 
-def _ready(items: Iterable[Any], name: str) -> Iterator[Batch]:
+def _ready_batches(items: Iterable[Any], name: str) -> Iterator[Batch]:
     return (_as_batch(item, f"batch {number} of {name}") for number, item in enumerate(items, 1))
 
 
 def _as_batch(item: Any, place: str) -> Batch:
-    """A batch as it is passed to a model: by name, or by position."""
+    """Turn an item into a batch: a mapping by name, or a tuple by position."""
     if isinstance(item, torch.Tensor):
         item = (item,)
     if isinstance(item, Mapping):
@@ -217,8 +217,8 @@ def _as_batch(item: Any, place: str) -> Batch:
     for name, part in parts.items():
         if not isinstance(part, torch.Tensor):
             raise ConfigurationError(
-                f"{place}: {name} is a {type(part).__name__}, not a tensor; leave out what the "
-                "model does not take, and make the rest tensors"
+                f"{place}: {name} is a {type(part).__name__}, not a tensor; convert it, or leave "
+                "it out if the model does not take it"
             )
     batch = parts if isinstance(item, Mapping) else tuple(parts.values())
     if main_tensor(batch).numel() == 0:
@@ -229,7 +229,7 @@ def _as_batch(item: Any, place: str) -> Batch:
 def _split(
     items: Iterable[_T], weight: Callable[[_T], int], samples: int | None, held_out: int
 ) -> tuple[list[_T], list[_T]]:
-    """What calibrates and what is held out. Nothing is read that is not needed for either."""
+    """Split items into calibration and held-out ones, without reading more than needed."""
     iterator = iter(items)
     used, is_all = _take(iterator, weight, samples)
     if not is_all:
@@ -245,7 +245,7 @@ def _split(
 def _take(
     iterator: Iterator[_T], weight: Callable[[_T], int], limit: int | None
 ) -> tuple[list[_T], bool]:
-    """Items up to a sum of weights, and whether they ended before."""
+    """Take items up to a sum of weights; return them, and whether the iterator ended before."""
     taken: list[_T] = []
     total = 0
     while limit is None or total < limit:
@@ -263,7 +263,7 @@ def _chunks(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
         yield chunk
 
 
-def _one(_row: Any) -> int:
+def _count_one(_row: Any) -> int:
     return 1
 
 
@@ -279,7 +279,7 @@ def _require_counts(*, least: int = 1, **counts: int) -> None:
 
 
 def _require_known_ids(batch: Batch, vocabulary: int | None) -> None:
-    """Refuse ids that the model has no embedding for, before they end in an index error."""
+    """Refuse ids without an embedding, which would end in an index error."""
     ids = batch.get("input_ids") if isinstance(batch, dict) else batch[0]
     if ids is None or ids.is_floating_point() or (vocabulary is None and isinstance(batch, tuple)):
         return
@@ -288,8 +288,8 @@ def _require_known_ids(batch: Batch, vocabulary: int | None) -> None:
         raise ConfigurationError(f"token id {low} is below 0; mark padding in the attention_mask")
     if vocabulary is not None and high >= vocabulary:
         raise ConfigurationError(
-            f"token id {high} is beyond the model's vocabulary of {vocabulary}; use the tokenizer "
-            "that belongs to the model"
+            f"token id {high} is beyond the model's vocabulary of {vocabulary}; use the model's "
+            "own tokenizer"
         )
 
 
@@ -308,7 +308,7 @@ def _has_length(data: Any) -> bool:
 
 
 def _is_dataset(data: Any) -> bool:
-    """Whether it is a dataset of Hugging Face; if nobody imported that library, it is not."""
+    """Return whether data is a dataset of Hugging Face, without importing that library."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(data, (library.Dataset, library.IterableDataset))
 

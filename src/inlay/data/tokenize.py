@@ -1,4 +1,4 @@
-"""Rows: texts, chats and token ids, one a sample, on their way to becoming a batch."""
+"""Rows of text, chat or token ids, and how they become a batch."""
 
 import json
 import os
@@ -21,9 +21,9 @@ _IDS = ("input_ids", "attention_mask", "token_type_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One sample that is not tokenized yet, or not padded.
+    """One sample before tokenizing and padding.
 
-    :param place: where it stands, in errors: "chat.jsonl, line 7"
+    :param place: location of the row for errors, such as "chat.jsonl, line 7"
     :param content: a text, a list of messages, or ids by their name
     """
 
@@ -33,7 +33,7 @@ class Row:
 
 
 def row_of(record: Any, place: str) -> Row | None:
-    """The row in a text or in a mapping; none in a blank text."""
+    """Turn a text or a mapping into a row; return None for a blank text."""
     if isinstance(record, str):
         return Row(place=place, kind="text", content=record) if record.strip() else None
     if not isinstance(record, Mapping):
@@ -55,12 +55,12 @@ def row_of(record: Any, place: str) -> Row | None:
 
 
 def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
-    """Rows of a `.txt` or `.jsonl` file, read as they are asked for. Blank lines are skipped."""
+    """Read the rows of a `.txt` or `.jsonl` file one by one, skipping blank lines."""
     path = Path(path)
     if path.suffix.lower() not in (".txt", ".jsonl"):
         raise ConfigurationError(
-            f"{path} is neither .txt (a text a line) nor .jsonl (a line with text or messages); "
-            "to calibrate on a single text, pass it in a list"
+            f"{path} is neither .txt (one text per line) nor .jsonl (one text, chat or row of "
+            "token ids per line); to calibrate on a single text, pass it in a list"
         )
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -74,17 +74,17 @@ def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How rows become a batch.
+    """The way rows become a batch.
 
-    :param tokenizer: one of transformers; None if rows are token ids already
-    :param max_length: what is longer is cut, if the tokenizer does not cut earlier
+    :param tokenizer: a tokenizer of transformers, or None if all rows are token ids
+    :param max_length: tokens after which a row is cut, if the tokenizer does not cut earlier
     """
 
     tokenizer: Any
     max_length: int
 
     def batch(self, rows: Iterable[Row]) -> dict[str, torch.Tensor]:
-        """The rows as one batch, padded to the longest, the padding masked out."""
+        """Make one batch of rows, padded to the longest row, with padding masked out."""
         encoded = [self._encode(row) for row in rows]
         longest = max(len(row["input_ids"]) for row in encoded)
         names = [name for name in encoded[0] if all(name in row for row in encoded)]
@@ -112,9 +112,10 @@ class Tokenization:
     def _tokenized(self, row: Row) -> Encoded:
         if self.tokenizer is None:
             raise ConfigurationError(
-                f"{row.place} is text; pass the model's tokenizer with it: tokenizer=…"
+                f"{row.place} is text, which needs a tokenizer; pass the model's own "
+                "(tokenizer=…), or save it in the model's folder for the command line"
             )
-        # Beyond the length that the tokenizer knows of, models have no positions.
+        # Models have no positions beyond the length that their tokenizer knows.
         limit = getattr(self.tokenizer, "model_max_length", self.max_length)
         cut = {"truncation": True, "max_length": min(self.max_length, limit)}
         found = (
@@ -132,18 +133,18 @@ class Tokenization:
             return self.tokenizer.apply_chat_template(
                 row.content, tokenize=True, return_dict=True, **cut
             )
-        except Exception as error:  # a template is a program of the model's author
+        except Exception as error:  # a template is a program and can raise anything
             raise ConfigurationError(
                 f"{row.place} does not fit the tokenizer's chat template: {error}"
             ) from error
 
     def _padded(self, values: list[int], name: str, length: int) -> list[int]:
-        # On the right, whatever the tokenizer does for generation: there a token's position is the
-        # one it has without padding, also for models that do not look at the mask for that.
+        # Pad on the right, whatever the tokenizer does for generation: then each token keeps its
+        # position, even in models that compute positions without looking at the mask.
         return values + [self._padding_id() if name == "input_ids" else 0] * (length - len(values))
 
     def _padding_id(self) -> int:
-        # Which one it is does not matter where the mask is heeded, as long as it exists.
+        # Any id that exists will do, because the mask leaves it out.
         for name in ("pad_token_id", "eos_token_id"):
             found = getattr(self.tokenizer, name, None)
             if isinstance(found, int):

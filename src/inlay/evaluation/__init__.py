@@ -1,3 +1,3 @@
-"""What quantizing changed: outputs and layers compared, and what a reader should know of it."""
+"""Evaluation: comparing outputs and layers before and after, and findings for the reader."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What quantization changed, on data that calibration has not seen."""
+"""Comparing a model with its quantized self, on data that calibration has not seen."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,40 +16,41 @@ from inlay.errors import ConfigurationError, GraphError
 from inlay.evaluation.layer_errors import LayerErrors, counted_rows
 from inlay.evaluation.measures import Choices, Measure, Vectors, next_tokens
 from inlay.progress import watched
-from inlay.report.data import Change, LayerError, Remark
+from inlay.report.data import Change, Finding, LayerError
 from inlay.torch_private import forget_compiled, never_fall_back
 
 __all__ = ["Batch", "Comparison", "compare"]
 
 Batch = Mapping[str, Any] | Sequence[Any]
 
-# Layers are compared on so many batches. Their error hardly varies, and each costs two forwards.
+# Layers are compared on so many batches. Their error hardly varies, and a batch costs two forwards.
 _LAYER_BATCHES = 4
-# Where outputs that are no logits are looked for, before any other tensor is taken.
+# Fields of an output that are compared, in this order, if it has no logits.
 _VECTORS = ("last_hidden_state", "sentence_embedding", "pooler_output", "image_embeds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What changed from the model to the quantized model.
+    """The difference between a model and its quantized self.
 
-    :param batches: how many were compared; without any, layers have the error of weights alone
-    :param changes: of the outputs, the most telling first
-    :param layers: in the order of the model
+    :param batches: how many batches were compared; without any, layers have the error of weights
+        alone
+    :param changes: changes of the outputs, the most telling first
+    :param layers: errors of layers, in the order of the model
     """
 
     batches: int
     changes: tuple[Change, ...] = ()
     layers: tuple[LayerError, ...] = ()
-    remarks: tuple[Remark, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
 
 @torch.no_grad()
 def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]) -> Comparison:
     """Compare a model with its finalized graph.
 
-    :param model: the model that was calibrated; it is not changed
-    :param batches: held-out ones: keyword arguments of the model, or tuples of positional ones
+    :param model: the model that was calibrated; it stays as it is
+    :param batches: held-out batches: keyword arguments of the model, or tuples of positional ones
     """
     _require_finalized(model, calibration)
     bindings = calibration.comparing()
@@ -71,7 +72,7 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
         batches=len(batches),
         changes=tuple(outputs.changes()),
         layers=layers.results(),
-        remarks=tuple(outputs.remarks()),
+        findings=tuple(outputs.findings()),
     )
 
 
@@ -84,14 +85,14 @@ def _require_finalized(model: nn.Module, calibration: Calibration) -> None:
         weight = getattr(modules.get(slot.module), "weight", None)
         if statistics.plan.owner(weight) is None:
             raise ConfigurationError(
-                f"the weight of {slot.module} is not the one that was calibrated; compare the very "
-                "model that the calibration was made with"
+                f"the weight of {slot.module} is not the one that was calibrated; compare the same "
+                "model object that the calibration was made with"
             )
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and the like, whatever mode the model is in."""
+    """Turn off dropout and the like, and restore the mode of each module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -102,14 +103,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _plain(model: nn.Module, batch: Batch) -> Any:
-    # Parts of the model may be compiled in place, with the backend of the calibration.
+    # Parts of the model may be compiled in place with the calibration's backend.
     with torch.compiler.set_stance("force_eager"):
         return _call(model, batch)
 
 
 class _Whole(nn.Module):
-    """A model as a part. Dynamo remembers what it compiled with the code of `forward`, and only so
-    much: what is compiled here shall not take the place of what the user compiles.
+    """A wrapper that gives a comparison compiled code of its own.
+
+    Dynamo keeps a limited number of compilations for each `forward`. Compiled under the model's
+    own `forward`, the comparison would take the places of the user's compilations.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -121,17 +124,17 @@ class _Whole(nn.Module):
 
 
 def _quantized(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
-    """The finalized graph, run op by op: what is compared is quantization, not compilers."""
+    """Return the finalized graph, run op by op so that only quantization makes a difference."""
     compiled = torch.compile(_Whole(model), backend=backend)
 
     def run(batch: Batch) -> Any:
-        # Where Dynamo gives up it runs the plain model, and nothing would seem to have changed.
+        # If Dynamo gave up it would run the plain model, and nothing would seem to have changed.
         with never_fall_back():
             output = _call(compiled, batch)
         if not backend.graphs:
             raise GraphError(
-                "the quantized model cannot be run because torch.compile is turned off; compare "
-                "without TORCHDYNAMO_DISABLE and without a stance of torch.compiler"
+                "cannot run the quantized model because torch.compile is turned off; unset "
+                "TORCHDYNAMO_DISABLE and leave torch.compiler's stance alone"
             )
         return output
 
@@ -143,14 +146,14 @@ def _call(model: Callable[..., Any], batch: Batch) -> Any:
 
 
 def _named(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
-    """The batch by the names of the model's arguments."""
+    """Return the batch by the names of the model's arguments."""
     if isinstance(batch, Mapping):
         return batch
     return inspect.signature(model.forward).bind_partial(*batch).arguments
 
 
 def _counted(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """Which positions are not padding, if the batch says so."""
+    """Return a mask of the positions that are not padding, or None if the batch has no mask."""
     mask = batch.get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return None
@@ -158,7 +161,7 @@ def _counted(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 class _Outputs:
-    """Finds what can be compared in the outputs of a model, and compares it."""
+    """A comparison of the outputs of a model, whatever their form."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -221,27 +224,27 @@ class _Outputs:
     def changes(self) -> list[Change]:
         return [change for measure in self._measures.values() for change in measure.changes()]
 
-    def remarks(self) -> list[Remark]:
-        # The first says it all: others are made of the same numbers.
-        found = [r for measure in list(self._measures.values())[:1] for r in measure.remarks()]
+    def findings(self) -> list[Finding]:
+        # The first measure is enough: the others use the same numbers.
+        found = [r for measure in list(self._measures.values())[:1] for r in measure.findings()]
         if self._misfits:
             text = (
-                f"The outputs of {len(self._misfits)} batches could not be compared, because their "
+                f"The outputs of {len(self._misfits)} batches could not be compared because their "
                 f"shapes differ: {self._misfits[0]}."
             )
-            found.append(Remark(severity="warning", text=text))
+            found.append(Finding(severity="warning", text=text))
         return found
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The mean over positions. What weighs nothing may be NaN and still does not count."""
+    """Return the mean over positions. Positions of weight 0 do not count, even if they are NaN."""
     weights = weights.unsqueeze(-1)
     total = values.masked_fill(weights == 0, 0).sum(1)
     return total / weights.sum(1).clamp(min=1)
 
 
 def _comparable(output: Any) -> tuple[str, torch.Tensor | None]:
-    """The tensor of an output that says most, and its name."""
+    """Return the most telling tensor of an output, and its name."""
     if isinstance(output, torch.Tensor):
         output = (output,)
     if isinstance(output, (tuple, list)):
@@ -250,7 +253,7 @@ def _comparable(output: Any) -> tuple[str, torch.Tensor | None]:
         fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
         first = [name for name in ("logits", *_VECTORS) if name in fields]
         named = [(name, fields[name]) for name in (*first, *fields)]
-    # A loss has no dimension, and ids are no floating-point numbers.
+    # A loss has no dimension, and ids are not floating-point numbers.
     usable = (
         (name, value)
         for name, value in named
@@ -260,7 +263,7 @@ def _comparable(output: Any) -> tuple[str, torch.Tensor | None]:
 
 
 def _are_choices(name: str, values: torch.Tensor, vocabulary: int | None) -> bool:
-    """Whether the last dimension has a score for each of several choices."""
+    """Return whether the last dimension holds a score for each of several choices."""
     if values.dim() > 3 or values.size(-1) < 2:
         return False
     return name == "logits" or (name == "output" and values.size(-1) == vocabulary)
@@ -268,14 +271,14 @@ def _are_choices(name: str, values: torch.Tensor, vocabulary: int | None) -> boo
 
 def _vocabulary(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
-    # A model of text and images has a configuration for each.
+    # A model of text and images has a config for each.
     text = getattr(config, "get_text_config", lambda: config)()
     size = getattr(text, "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether position by position the model says which token comes next."""
+    """Return whether the model predicts the next token at each position."""
     can_generate = getattr(model, "can_generate", None)
     config = getattr(model, "config", None)
     is_pair = bool(getattr(config, "is_encoder_decoder", False))

@@ -1,4 +1,4 @@
-"""Distributions of values, in as few bins as a picture needs."""
+"""Distributions of values, in as few bins as a chart needs."""
 
 import math
 
@@ -11,18 +11,18 @@ __all__ = ["Clip", "distribution_of_histogram", "distribution_of_weight"]
 
 Clip = tuple[float | None, float | None]
 
-# Half of the bins divide what is left without so much at either end: the whole range may be
-# hundreds of times wider, and all of the picture would be one bin.
+# Half of the bins divide the range without this share of values at either end. The whole range may
+# be hundreds of times wider, and evenly divided it would show a single bin.
 _TAIL = 0.005
-# Values of a weight that are looked at. The picture of all of them would be the same.
+# How many values of a weight are sampled. The chart of all of them would look the same.
 _SAMPLE = 1 << 16
-_DIGITS = 6  # a picture shows fewer, and a report has many numbers
+_DIGITS = 6  # a chart shows fewer, and a report has many numbers
 
 
 def distribution_of_histogram(histogram: Histogram, clip: Clip, *, bins: int) -> Distribution:
-    """All that was counted, of all heads together.
+    """Turn a histogram into a distribution of all heads together.
 
-    Zeros have a bin of their own without width: after an activation they may be half of all.
+    Zeros get a bin of their own without width: after an activation they may be half of all values.
     """
     low, high = float(histogram.min_vals.min()), float(histogram.max_vals.max())
     total = float(histogram.total.sum())
@@ -36,7 +36,7 @@ def distribution_of_histogram(histogram: Histogram, clip: Clip, *, bins: int) ->
     below[0], below[-1] = 0, total - zeros
     counts = below.diff().tolist()
     if zeros:
-        at = min(max(0.0, low), high)  # what is next to zero counts as zero, on either side of it
+        at = min(max(0.0, low), high)  # values next to zero, on either side, count as zero
         place = edges.index(at)
         edges.insert(place, at)
         counts.insert(place, zeros)
@@ -44,7 +44,7 @@ def distribution_of_histogram(histogram: Histogram, clip: Clip, *, bins: int) ->
 
 
 def distribution_of_weight(weight: torch.Tensor, clip: Clip, *, bins: int) -> Distribution | None:
-    """What a sample of the weight says of all of it, in even bins; None if it is not finite."""
+    """Estimate the distribution of a weight from a sample, in even bins; None if not finite."""
     low, high = (float(value) for value in weight.aminmax())
     if not (math.isfinite(low) and math.isfinite(high)):
         return None
@@ -63,13 +63,13 @@ def _edges(histogram: Histogram, low: float, high: float, clip: Clip, bins: int)
         torch.linspace(float(start), float(end), bins // 2, dtype=torch.float64)
         for start, end in ((low, high), bulk)
     ]
-    # With an edge at either limit, what is clipped can be told exactly.
+    # Edges at the limits let a reader tell exactly how much is clipped.
     limits = [value for value in (0.0, *clip) if value is not None and low <= value <= high]
     return sorted({low, high, *torch.cat(parts).clamp(low, high).tolist(), *limits})
 
 
 def _stride(weight: torch.Tensor) -> int:
-    """A step through a weight that does not meet the same columns again and again."""
+    """Return a step through a weight that does not visit the same columns again and again."""
     step = max(1, weight.numel() // _SAMPLE)
     while math.gcd(step, weight.size(-1)) > 1:
         step += 1

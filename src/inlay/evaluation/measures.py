@@ -1,4 +1,4 @@
-"""Measures of how the output of a model changed, summed up batch by batch."""
+"""Measures of how the output of a model changed, accumulated batch by batch."""
 
 import math
 from abc import ABC, abstractmethod
@@ -7,23 +7,23 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from inlay.report.data import Change, Remark
+from inlay.report.data import Change, Finding
 
 __all__ = ["NO_LABEL", "Choices", "Measure", "Vectors", "chunks", "next_tokens"]
 
-NO_LABEL = -100  # the label of a position that has none, as in transformers
-# Numbers compared at a time: 64 MB in float32, where the logits of a batch may be gigabytes.
+NO_LABEL = -100  # marks a position without a label, as in transformers
+# Numbers compared at a time: 64 MB in float32, while the logits of a batch may be gigabytes.
 _CHUNK = 1 << 24
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of rows that are small enough to be worked on in float32."""
+    """Cut rows into slices small enough to be compared in float32."""
     step = max(1, _CHUNK // max(1, columns))
     return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def next_tokens(ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-    """The token that follows each position, where both count; `NO_LABEL` elsewhere."""
+    """Return the token after each position where both count, and `NO_LABEL` elsewhere."""
     labels = torch.full_like(ids, NO_LABEL)
     labels[:, :-1] = ids[:, 1:]
     if counted is not None:
@@ -32,37 +32,37 @@ def next_tokens(ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor
 
 
 class Measure(ABC):
-    """Compares rows of outputs, of which those with NaN or Inf are counted and left out."""
+    """A comparison of output rows that counts and leaves out rows with NaN or Inf."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
-        self.rows = 0  # that could be compared
+        self.rows = 0  # compared so far
         self.broken_before = 0
         self.broken_after = 0
 
     @abstractmethod
     def changes(self) -> list[Change]:
-        """What was found, the most telling first."""
+        """Return what was measured, the most telling first."""
 
-    def remarks(self) -> list[Remark]:
+    def findings(self) -> list[Finding]:
         total = self.rows + self.broken_before + self.broken_after
         found = []
         if self.broken_before:
             found.append(
-                f"Before it was quantized the model already gave NaN or Inf at "
+                f"Before quantization the model already gave NaN or Inf at "
                 f"{self.broken_before:,} of {total:,} {self.unit}, which are left out of the "
-                "comparison; look at the model and its dtype first."
+                "comparison; check the model and its dtype first."
             )
         if self.broken_after:
             found.append(
                 f"The quantized model gives NaN or Inf at {self.broken_after:,} of {total:,} "
-                f"{self.unit} where the model gave numbers; they are left out of the comparison, "
-                "and the quantized model should not be used like this."
+                f"{self.unit} where the model gave numbers; they are left out of the comparison. "
+                "Do not use the quantized model like this."
             )
-        return [Remark(severity="warning", text=text) for text in found]
+        return [Finding(severity="warning", text=text) for text in found]
 
     def _usable(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """Which rows can be compared, from a number of each row that is finite if they can."""
+        """Mark the rows that can be compared: those whose two given numbers are finite."""
         before, after = torch.isfinite(before), torch.isfinite(after)
         self.broken_before += int((~before).sum())
         self.broken_after += int((before & ~after).sum())
@@ -75,7 +75,7 @@ class Measure(ABC):
 
 
 class Choices(Measure):
-    """Logits: what would be chosen, how the probabilities moved, and how likely the labels are."""
+    """A comparison of logits: their choices, their probabilities, and how likely labels are."""
 
     def __init__(self, unit: str = "positions") -> None:
         super().__init__(unit)
@@ -88,9 +88,8 @@ class Choices(Measure):
     def add(
         self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor | None = None
     ) -> None:
-        """Take in logits.
+        """Compare logits of shape (rows, choices).
 
-        :param before: logits of shape (rows, choices)
         :param labels: the right choice of each row, or `NO_LABEL`
         """
         for rows in chunks(*before.shape):
@@ -105,7 +104,7 @@ class Choices(Measure):
         if labels is not None:
             self._add_surprise(before, after, labels[usable])
         moved = before.exp() * (before - after)
-        # Choices that are ruled out, by a logit of -Inf, weigh nothing.
+        # A logit of -Inf rules a choice out, so it weighs nothing.
         moved = moved.masked_fill_(before == -math.inf, 0)
         self._divergence += float(moved.sum(-1).clamp_(min=0).sum(dtype=torch.float64))
 
@@ -148,7 +147,7 @@ class Choices(Measure):
 
 
 class Vectors(Measure):
-    """Hidden states or embeddings: their direction, and the size of their error."""
+    """A comparison of hidden states or embeddings: their direction and the size of the error."""
 
     def __init__(self, unit: str, *, of: str) -> None:
         super().__init__(unit)
@@ -159,7 +158,7 @@ class Vectors(Measure):
         self._error = 0.0
 
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Take in vectors of shape (rows, features)."""
+        """Compare vectors of shape (rows, features)."""
         before, after = before.float(), after.float()
         usable = self._usable(before.sum(-1), after.sum(-1))
         before, after = before[usable], after[usable]
@@ -195,7 +194,7 @@ class Vectors(Measure):
 
 
 def _cosine(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """The cosine of each pair; two vectors of zeros point the same way."""
+    """Return the cosine of each pair; two vectors of zeros point the same way."""
     cosine = F.cosine_similarity(before, after, dim=-1).clamp(-1, 1)
     return cosine.masked_fill_((before == after).all(-1), 1)
 

@@ -1,11 +1,11 @@
-"""The report of a calibration: what was done, what was found, what to look at."""
+"""Turning a finalized calibration into the data of its report."""
 
 import math
 import platform
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from compressed_tensors.quantization.utils import calculate_range
@@ -16,23 +16,21 @@ from inlay.calibration import Calibration
 from inlay.checkpoint.layers import experts_in_one_parameter
 from inlay.evaluation.compare import Comparison
 from inlay.evaluation.distributions import Clip, distribution_of_histogram, distribution_of_weight
-from inlay.evaluation.findings import layer_remarks, slot_remarks, unquantized_remarks
+from inlay.evaluation.findings import layer_findings, slot_findings, unquantized_findings
 from inlay.observers import Observer, QParamsDict
 from inlay.observers.histogram import HistogramObserver
 from inlay.ranges.float_histogram import Histogram
 from inlay.recipe import Slot, format_in_words, recipe_text, scheme_in_words
-from inlay.report.data import LayerError, Remark, ReportData, SlotRecord, Stage
+from inlay.report.data import Finding, LayerError, ReportData, SlotRecord, Stage
+from inlay.run_record import Record, model_name
 from inlay.statistics.by_slot import StatisticsBySlot
-
-if TYPE_CHECKING:
-    from inlay.run_record import Record
 
 __all__ = ["report_of"]
 
 _PACKAGES = ("torch", "compressed-tensors", "transformers")
 _BINS = 256
 _WEIGHT_BINS = 48
-# All bins of a report together: 64 thousand are about a megabyte of the page.
+# Bins of all slots of a report together: 64 thousand make about a megabyte of the page.
 _BINS_IN_ALL = 1 << 16
 _FEWEST_BINS = 24
 
@@ -43,54 +41,54 @@ def report_of(
     calibration: Calibration,
     comparison: Comparison | None = None,
     *,
-    record: "Record | None" = None,
+    record: Record | None = None,
     sizes: tuple[int, int] | None = None,
 ) -> ReportData:
-    """All that the report of a finalized calibration says.
+    """Collect the data of a finalized calibration's report.
 
-    :param comparison: with the model before, if there was one
-    :param record: what the run was made with
+    :param comparison: the comparison with the model before, if there was one
+    :param record: facts about the run
     :param sizes: bytes of the model before and after; estimated if not given
     """
     statistics, model = calibration.statistics, calibration.model
     layers = () if comparison is None else comparison.layers
     slots = _SlotRecords(model, statistics, layers).all()
     scheme = scheme_in_words(calibration.recipe.config)
-    name = _name_of(model) if record is None else record.model
+    record = record or Record(model=model_name(model), data="")
     before, after = sizes or _estimated_sizes(model, statistics)
     return ReportData(
-        title=f"{name.rstrip('/').rpartition('/')[2] or name}, {scheme}",
-        model=name,
+        title=f"{record.model}, {scheme}",
+        model=record.model,
         recipe=recipe_text(calibration.recipe.config),
         scheme=scheme,
-        data="unknown data" if record is None else record.data,
-        samples=0 if record is None else record.samples,
-        tokens=0 if record is None else record.tokens,
-        padding_tokens=0 if record is None else record.padding_tokens,
+        data=record.data or "unknown data",
+        samples=record.samples,
+        tokens=record.tokens,
+        padding_tokens=record.padding_tokens,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         size_before=before,
         size_after=after,
         versions=_versions(),
-        stages=() if record is None else tuple(Stage(name=n, seconds=s) for n, s in record.stages),
+        stages=tuple(Stage(name=name, seconds=seconds) for name, seconds in record.stages),
         changes=() if comparison is None else comparison.changes,
         layers=layers,
         slots=slots,
-        warnings=tuple(_remarks(model, statistics, slots, comparison)),
+        findings=tuple(_findings(model, statistics, slots, comparison)),
     )
 
 
-def _remarks(
+def _findings(
     model: nn.Module,
     statistics: StatisticsBySlot,
     slots: tuple[SlotRecord, ...],
     comparison: Comparison | None,
-) -> Iterable[Remark]:
+) -> Iterable[Finding]:
     if comparison is not None:
-        yield from comparison.remarks
-        yield from layer_remarks(comparison.layers)
-    yield from slot_remarks(slots)
+        yield from comparison.findings
+        yield from layer_findings(comparison.layers)
+    yield from slot_findings(slots)
     left = [slot for slot in statistics.plan.slots.values() if not _is_quantized(statistics, slot)]
-    yield from unquantized_remarks(
+    yield from unquantized_findings(
         without_data=[s.name for s in left if s.base_name != "weight" and not statistics.seen(s)],
         not_finite=[s.name for s in left if s.base_name == "weight" or statistics.seen(s)],
         modules=[
@@ -102,38 +100,38 @@ def _remarks(
     yield from _about_experts(model)
     yield from _about_comparison(comparison)
     if any(s.distribution is not None and s.kind in "qkv" and s.scale_count > 1 for s in slots):
-        text = "Distributions of queries, keys and values are those of all heads together."
-        yield Remark(severity="note", text=text)
+        text = "Distributions of queries, keys and values combine all heads."
+        yield Finding(severity="note", text=text)
 
 
-def _about_experts(model: nn.Module) -> Iterable[Remark]:
-    """Weights of many experts in one parameter are no modules that a recipe could target."""
+def _about_experts(model: nn.Module) -> Iterable[Finding]:
+    """Report experts that share one parameter: a recipe targets modules, and they are none."""
     found = [name for name, _ in experts_in_one_parameter(model)]
     if found:
         text = (
             f"{len(found):,} modules hold all their experts in one parameter, such as {found[0]}; "
-            "these are no Linear modules and stay in full precision."
+            "they are not Linear modules and stay in full precision."
         )
-        yield Remark(severity="note", text=text)
+        yield Finding(severity="note", text=text)
 
 
-def _about_comparison(comparison: Comparison | None) -> Iterable[Remark]:
+def _about_comparison(comparison: Comparison | None) -> Iterable[Finding]:
     if comparison is None or not comparison.batches:
         text = (
-            "No data was held out from calibration, so it is not known how much the output "
-            "changed; hold some out before relying on the quantized model."
+            "No data was held out from calibration, so nobody knows how much the output changed; "
+            "hold some out before relying on the quantized model."
         )
-        yield Remark(severity="warning", text=text)
+        yield Finding(severity="warning", text=text)
     elif not comparison.changes:
         text = (
-            "The model's output holds nothing that could be compared, so it is not known how "
-            "much it changed; compare the two models by a measure of your own."
+            "The model's output holds nothing that could be compared, so nobody knows how much it "
+            "changed; compare the two models by a measure of your own."
         )
-        yield Remark(severity="warning", text=text)
+        yield Finding(severity="warning", text=text)
 
 
 class _SlotRecords:
-    """Makes the records of all slots."""
+    """A maker of the records of all slots."""
 
     def __init__(
         self, model: nn.Module, statistics: StatisticsBySlot, layers: Iterable[LayerError]
@@ -145,7 +143,7 @@ class _SlotRecords:
         share = _BINS_IN_ALL // max(1, len(self._slots))
         self._bins = max(_FEWEST_BINS, min(_BINS, share))
         self._layers = {layer.module: layer for layer in layers}
-        # Slots that share their statistics share what is made of them.
+        # Slots that share their statistics share one range and one picture.
         self._known: dict[str, dict[str, Any]] = {}
 
     def all(self) -> tuple[SlotRecord, ...]:
@@ -226,7 +224,7 @@ def _observer_name(slot: Slot) -> str:
 
 
 def _scales(slot: Slot, qparams: QParamsDict | None) -> torch.Tensor | None:
-    """What a quantized number is multiplied with; None where it is found at run time."""
+    """Return the factors of quantized numbers, or None if they are computed at run time."""
     if qparams is None or not slot.is_static:
         return None
     scale = qparams["scale"].float()
@@ -235,7 +233,7 @@ def _scales(slot: Slot, qparams: QParamsDict | None) -> torch.Tensor | None:
 
 
 def _clip(slot: Slot, qparams: QParamsDict | None) -> Clip:
-    """The smallest and the largest value that can be represented, over all scales."""
+    """Return the smallest and the largest value that can be represented, over all scales."""
     scales = _scales(slot, qparams)
     if scales is None or qparams is None:
         return None, None
@@ -243,11 +241,6 @@ def _clip(slot: Slot, qparams: QParamsDict | None) -> Clip:
     zero_point = qparams["zero_point"].float()
     low, high = ((limit - zero_point) * scales for limit in (lowest, highest))
     return float(low.min()), float(high.max())
-
-
-def _name_of(model: nn.Module) -> str:
-    name = getattr(getattr(model, "config", None), "_name_or_path", None)
-    return name if isinstance(name, str) and name else type(model).__name__
 
 
 def _versions() -> dict[str, str]:
@@ -261,13 +254,13 @@ def _versions() -> dict[str, str]:
 
 
 def _estimated_sizes(model: nn.Module, statistics: StatisticsBySlot) -> tuple[int, int]:
-    """Bytes of all parameters and buffers, and what is left when weights are packed."""
+    """Return the bytes of all parameters and buffers, before and after packing the weights."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     before = after = sum(tensor.nbytes for tensor in tensors.values())
     assert statistics.qparams is not None
     modules = dict(model.named_modules(remove_duplicate=False))
     for slot in statistics.plan.weight_slots():
-        weight = tensors.pop(id(modules[slot.module].weight), None)  # tied ones are there once
+        weight = tensors.pop(id(modules[slot.module].weight), None)  # count tied weights once
         qparams = statistics.qparams.get(slot.name)
         if weight is None or qparams is None:
             continue

@@ -3,8 +3,8 @@
 from inlay.report.data import (
     Change,
     Distribution,
+    Finding,
     LayerError,
-    Remark,
     ReportData,
     SlotRecord,
     Stage,
@@ -14,8 +14,8 @@ from inlay.report.page import render, write
 __all__ = [
     "Change",
     "Distribution",
+    "Finding",
     "LayerError",
-    "Remark",
     "ReportData",
     "SlotRecord",
     "Stage",

@@ -1,4 +1,4 @@
-// The three charts. Each has a function that gives the configuration of Chart.js for its data.
+// The three charts. A function for each returns the Chart.js configuration for its data.
 
 const COLOURS = 8;
 const TICK_SPACE = 30; // pixels a label of the depth axis needs
@@ -6,7 +6,7 @@ const TICK_SPACE = 30; // pixels a label of the depth axis needs
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const kindColour = (index) => css(`--kind-${index % COLOURS}`);
 
-/** Draws into a canvas, in place of what was there. The label is what a screen reader says. */
+/** Draws a new chart into a canvas. A screen reader reads out the label. */
 function draw(canvas, label, config) {
   Chart.getChart(canvas)?.destroy();
   canvas.setAttribute("aria-label", label);
@@ -33,7 +33,7 @@ function setChartDefaults() {
   });
 }
 
-/** A long name in lines, since a tooltip does not wrap. */
+/** Breaks a long name into lines, since a tooltip does not wrap. */
 function nameLines(name) {
   const lines = [""];
   for (const part of name.split(/(?<=\.)/)) {
@@ -43,7 +43,7 @@ function nameLines(name) {
   return lines;
 }
 
-/** Blocks as runs of places, from the first to the last module of each. */
+/** Returns the places of each block, from its first to its last module. */
 function blockRuns(modules) {
   const runs = [];
   modules.map(blockOf).forEach((block, place) => {
@@ -54,7 +54,7 @@ function blockRuns(modules) {
   return runs.filter(({ block }) => block !== null);
 }
 
-/** The horizontal axis of charts over depth: a place for every module, labelled by block. */
+/** Returns the horizontal axis of charts over depth: one place per module, labelled by block. */
 function depthAxis(modules) {
   const runs = blockRuns(modules);
   const middles = new Map(runs.map(({ block, first, last }) => [(first + last) / 2, block]));
@@ -90,14 +90,14 @@ const blocksPlugin = {
   },
 };
 
-/** A tick is a round number, and its zeros say nothing. */
+/** Formats a tick. Ticks are round numbers, so trailing zeros say nothing. */
 function formatTick(value) {
   const size = Math.abs(value);
   if (size === 0 || (size >= 1e-3 && size < 1e5)) return formatNumber(value);
   return minus(Number(value.toPrecision(4)).toExponential());
 }
 
-/** An axis of values: linear, or logarithmic on both sides of zero. */
+/** Describes an axis of values: linear, or logarithmic on both sides of zero. */
 function valueScale(values, logarithmic) {
   const largest = Math.max(...values.map(Math.abs));
   if (!logarithmic || !(largest > 0)) return { at: (value) => value, ticks: null };
@@ -110,7 +110,7 @@ function valueScale(values, logarithmic) {
   return { at, ticks: ticks([1, 2, 3]), fewTicks: ticks([1, 3]) };
 }
 
-/** The options of Chart.js for an axis that `valueScale` describes. */
+/** Returns the options of Chart.js for an axis that `valueScale` describes. */
 function valueAxis(scale, title, limit) {
   const axis = {
     type: "linear",
@@ -131,7 +131,7 @@ function valueAxis(scale, title, limit) {
   return axis;
 }
 
-/** The ends of an axis that shows these places, with a little room beyond them. */
+/** Returns the ends of an axis that shows these places, with a little room beyond them. */
 function bounds(places) {
   const [min, max] = [Math.min(...places), Math.max(...places)];
   if (!(max > min)) return {};
@@ -139,7 +139,7 @@ function bounds(places) {
   return { min: min - margin, max: max + margin };
 }
 
-/** Points of the line of one kind over depth. `entries` have a module, a place and a value. */
+/** Returns the line of one kind over depth. `entries` have a module, a place and a value. */
 function errorDataset(kind, entries, colour, worst, places) {
   // Points of neighbours must not run into each other.
   const radius = ({ chart }) => Math.min(2.5, Math.max(0, (0.5 * chart.width) / places - 0.5));
@@ -156,7 +156,7 @@ function errorDataset(kind, entries, colour, worst, places) {
   };
 }
 
-/** SQNR over depth, a line for every kind of layer. */
+/** Configures SQNR over depth, with a line for each kind of layer. */
 function errorsConfig(modules, groups, worst, title) {
   return {
     type: "line",
@@ -190,7 +190,7 @@ function errorsConfig(modules, groups, worst, title) {
   };
 }
 
-/** From low to high over depth, a bar for every slot. */
+/** Configures ranges over depth, with a bar from low to high for each slot. */
 function rangesConfig(modules, groups, scale) {
   const ends = groups.flatMap(({ entries }) => entries.flatMap(({ low, high }) => [low, high]));
   return {
@@ -234,7 +234,7 @@ function rangesConfig(modules, groups, scale) {
   };
 }
 
-/** Bins with the density of their values, and the values that have a bin without width. */
+/** Returns bins with the density of their values, and apart from them bins without width. */
 function densityOf(distribution) {
   const edges = distribution.edges.map(Number);
   const counts = distribution.counts.map((count) => (Number(count) > 0 ? Number(count) : 0));
@@ -245,7 +245,7 @@ function densityOf(distribution) {
   return { bins, exact: all.filter(({ from, to, count }) => from === to && count), all, total };
 }
 
-/** The share of values beyond the clipping range, evenly spread inside their bins. */
+/** Returns the share of values beyond the clipping range, assuming even spread inside bins. */
 function clippedShare({ all, total }, low, high) {
   const [least, most] = [low ?? -Infinity, high ?? Infinity];
   const outside = ({ from, to }) => {
@@ -257,7 +257,7 @@ function clippedShare({ all, total }, low, high) {
   return total ? all.reduce((sum, bin) => sum + bin.count * outside(bin), 0) / total : 0;
 }
 
-/** The outline of the density: two points a bin, and down to the floor at both ends. */
+/** Returns the outline of the density: two points per bin, down to the floor at both ends. */
 function outline(bins, scale, floor) {
   const points = bins.flatMap(({ from, to, density }) => {
     const y = Math.max(density, floor);
@@ -289,7 +289,7 @@ function densityAxis(logarithmic, floor) {
   return axis;
 }
 
-/** The density of a slot's values, with what is clipped. */
+/** Configures the density of a slot's values, with the clipping range. */
 function distributionConfig({ bins }, limits, { logDensity, logValues }) {
   const drawn = limits.filter(isDrawable);
   const ends = bins.length ? [bins[0].from, bins.at(-1).to] : [];
@@ -342,7 +342,7 @@ function distributionTooltip(bins) {
   };
 }
 
-/** Shades what is clipped, and writes the limits above their lines. */
+/** Shades the clipped ranges, and writes the limits above their lines. */
 const clippingPlugin = {
   id: "clipping",
   beforeDatasetsDraw(chart, _, { low, high, scale }) {
@@ -366,7 +366,7 @@ function drawLimit(chart, limit, place, outer, align) {
   ctx.lineTo(x, chartArea.bottom);
   ctx.stroke();
   ctx.font = `12px ${Chart.defaults.font.family}`;
-  // Outwards of the line where there is room, so that close limits do not write over each other.
+  // Write outside the limits if there is room, so that close limits do not overlap.
   const width = ctx.measureText(text).width;
   const fits = align === "right" ? x - width > 0 : x + width < chart.width;
   const inwards = align === "right" ? "left" : "right";

@@ -1,4 +1,4 @@
-"""What a report says. It knows nothing of torch, and comes back from JSON as it was."""
+"""The data of a report. It needs no torch, and JSON keeps all of it."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from inlay.report.plain import from_plain, to_plain
 __all__ = [
     "Change",
     "Distribution",
+    "Finding",
     "LayerError",
-    "Remark",
     "ReportData",
     "SlotRecord",
     "Stage",
@@ -22,7 +22,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of the work and how long it took."""
+    """A part of a run and how long it took."""
 
     name: str
     seconds: float
@@ -32,10 +32,10 @@ class Stage:
 class Change:
     """One measure of how the output changed, on data held out from calibration.
 
-    :param before: of the model as it was, where the measure has such a value
-    :param after: of the quantized model
-    :param value: of the two together, such as their agreement
-    :param explanation: what the measure says, and which way is better
+    :param explanation: the meaning of the measure, and which direction is better
+    :param before: value of the original model, if the measure has one
+    :param after: value of the quantized model, if the measure has one
+    :param value: value of both models together, such as their agreement
     """
 
     name: str
@@ -47,9 +47,9 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerError:
-    """The signal of a module over its quantization error, in decibels.
+    """The ratio of a module's signal to its quantization error, in decibels.
 
-    :param sqnr_db: of the module's output
+    :param sqnr_db: ratio for the module's output
     """
 
     module: str
@@ -62,9 +62,9 @@ class LayerError:
 class Distribution:
     """Counts of values between edges that need not be evenly spaced.
 
-    A bin may have no width: its values are all exactly that number.
+    A bin may have no width: all its values are exactly that number.
 
-    :param edges: in ascending order, one more than there are counts
+    :param edges: edges in ascending order, one more than counts
     :param clip_low: the smallest value that the quantized model can represent
     """
 
@@ -83,13 +83,13 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRecord:
-    """One place that is quantized, and what was found there.
+    """A quantized slot and its statistics.
 
-    :param kind: what of the module it is
-    :param format: in words, such as "int8 per tensor, static"
-    :param tokens: how many were seen; None for weights
+    :param kind: part of the module
+    :param format: format in words, such as "int8 per tensor, static"
+    :param scale_count: how many scales there are; 0 if they are computed at run time
+    :param tokens: how many tokens were seen; None for weights
     :param low: the smallest value observed, over all groups
-    :param scale_count: how many scales there are; 0 where they are computed at run time
     """
 
     name: str
@@ -108,10 +108,10 @@ class SlotRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remark:
-    """Something a reader should know.
+class Finding:
+    """A fact that a reader should know.
 
-    :param about: the slot or module it concerns; None for the model as a whole
+    :param about: the slot or module concerned; None for the model as a whole
     """
 
     severity: Literal["note", "warning"]
@@ -121,17 +121,18 @@ class Remark:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportData:
-    """All that a report shows.
+    """The content of a report.
 
-    :param recipe: as text, such as its YAML
-    :param scheme: in a few words
-    :param data: where the text for calibration came from
-    :param tokens: how many were seen, without padding
+    :param model: name of the model, without its path
+    :param recipe: the recipe as text, such as its YAML
+    :param scheme: the scheme in a few words
+    :param data: description of the calibration data's source
+    :param tokens: how many tokens were seen, without padding
     :param created: date and time in ISO 8601
-    :param versions: of the packages that took part
-    :param size_before: bytes of the model as it was
-    :param layers: in the order of depth
-    :param slots: in the order of depth
+    :param size_before: bytes of the original model
+    :param versions: versions of the packages involved
+    :param layers: errors of layers, in the order of depth
+    :param slots: slots in the order of depth
     """
 
     title: str
@@ -150,16 +151,16 @@ class ReportData:
     changes: tuple[Change, ...] = ()
     layers: tuple[LayerError, ...] = ()
     slots: tuple[SlotRecord, ...] = ()
-    warnings: tuple[Remark, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def to_json(self) -> str:
-        """As JSON by the letter: numbers that JSON lacks are written as words."""
+        """Return strict JSON: words stand for numbers that JSON lacks."""
         document = {"version": _VERSION, "report": to_plain(self)}
         return json.dumps(document, allow_nan=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "ReportData":
-        """The report that `to_json` wrote."""
+        """Read a report that `to_json` wrote."""
         try:
             document = json.loads(text)
         except json.JSONDecodeError as error:
@@ -167,7 +168,7 @@ class ReportData:
         version = document.get("version") if isinstance(document, dict) else None
         if version != _VERSION:
             raise ConfigurationError(
-                f"the saved report has version {version!r}, this Inlay reads {_VERSION}; "
-                "make it again with this version"
+                f"the saved report has version {version!r}, but this Inlay reads {_VERSION}; "
+                "calibrate again with this version"
             )
         return from_plain(cls, document.get("report"), "report")

@@ -1,4 +1,4 @@
-"""Numbers as the report writes them. `text.js` does the same in the browser."""
+"""Formatting of numbers in the report. `text.js` does the same in the browser."""
 
 import math
 
@@ -8,7 +8,7 @@ MISSING = "–"  # noqa: RUF001
 
 
 def number(value: float | None) -> str:
-    """Four digits, and the power of ten where zeros would hide them."""
+    """Format a number with four digits, and a power of ten if zeros would hide them."""
     if value is None or math.isnan(value):
         return MISSING
     if math.isinf(value):
@@ -21,19 +21,21 @@ def number(value: float | None) -> str:
 
 
 def count(value: int) -> str:
+    """Format a count with commas."""
     return f"{value:,}"
 
 
 def size(value: float) -> str:
-    """Bytes in powers of a thousand, as disks and model hubs count them."""
+    """Format bytes in powers of a thousand, as disks and model hubs do."""
     for unit in ("bytes", "kB", "MB", "GB"):
-        if abs(value) < 999.5:  # what would be rounded up to 1000 as well
+        if abs(value) < 999.5:  # larger values would be rounded up to 1000
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.3g} TB"
 
 
 def duration(seconds: float) -> str:
+    """Format seconds as seconds, minutes or hours."""
     if not math.isfinite(seconds):
         return MISSING
     if seconds < 60:

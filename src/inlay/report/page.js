@@ -1,7 +1,7 @@
 // Reads the data and fills the page.
 
 const WORST = 6;
-const REMARKS = 12; // how many are shown before the rest is folded away
+const FINDINGS = 12; // how many are shown before the others are folded away
 const PARTS = [
   ["output", "outputs"],
   ["weight", "weights"],
@@ -142,7 +142,7 @@ function fillChanges(changes) {
   byId("changes").replaceChildren(...parts);
 }
 
-function remarkItem({ severity, about, text }) {
+function findingItem({ severity, about, text }) {
   const lines = [element("p", "", text)];
   if (about) lines.unshift(element("p", "name", about));
   return element("li", "", [
@@ -151,29 +151,29 @@ function remarkItem({ severity, about, text }) {
   ]);
 }
 
-function fillWarnings(remarks) {
+function fillFindings(findings) {
   const isNote = ({ severity }) => severity !== "warning";
-  const items = [...remarks].sort((a, b) => isNote(a) - isNote(b)).map(remarkItem);
+  const items = [...findings].sort((a, b) => isNote(a) - isNote(b)).map(findingItem);
   if (!items.length) {
-    byId("warnings").replaceChildren(nothing("None."));
+    byId("findings").replaceChildren(nothing("None."));
     return;
   }
-  const parts = [element("ul", "remarks", items.slice(0, REMARKS))];
-  const rest = items.slice(REMARKS);
+  const parts = [element("ul", "findings", items.slice(0, FINDINGS))];
+  const rest = items.slice(FINDINGS);
   if (rest.length) {
     parts.push(
       element("details", "", [
         element("summary", "", `${formatCount(rest.length)} more`),
-        element("ul", "remarks", rest),
+        element("ul", "findings", rest),
       ]),
     );
   }
-  byId("warnings").replaceChildren(...parts);
+  byId("findings").replaceChildren(...parts);
 }
 
 // Charts over depth
 
-/** Entries by kind of their module, in the order of all kinds of the model. */
+/** Groups entries by the kind of their module, in the order of kinds in the model. */
 function groupByKind(entries, kinds) {
   const order = [...new Set(kinds.values())];
   return order
@@ -185,14 +185,14 @@ function groupByKind(entries, kinds) {
     .filter((group) => group.entries.length);
 }
 
-/** The groups to draw, in the colours of the moment: they change with the light. */
+/** Returns the groups to draw, with their colours in the current light or dark mode. */
 function shownGroups(groups, hidden) {
   return groups
     .filter(({ kind }) => !hidden.has(kind))
     .map((group) => ({ ...group, colour: kindColour(group.index) }));
 }
 
-/** Buttons that hide a kind and show it again. `hidden` has the kinds that are not drawn. */
+/** Fills a legend with buttons that hide and show kinds. `hidden` holds the hidden kinds. */
 function fillLegend(container, groups, hidden, redraw) {
   container.replaceChildren(
     ...groups.map(({ kind, index }) => {
@@ -274,7 +274,7 @@ function errorsNote(all, drawn) {
   return parts.join(" ");
 }
 
-/** Whether a few ranges are so much wider that the others would be flat beside them. */
+/** Returns whether a few ranges are so wide that the others would look flat beside them. */
 function isSkewed(entries) {
   const sizes = entries.map(({ low, high }) => Math.max(Math.abs(low), Math.abs(high)));
   return sizes.length > 0 && Math.max(...sizes) > 20 * median(sizes);
@@ -350,7 +350,7 @@ function slotFacts(slot, density, [low, high]) {
   return facts;
 }
 
-/** Whether nearly all values are in so small a part of the axis that they would be one line. */
+/** Returns whether nearly all values fill so little of the axis that they would be one line. */
 function isConcentrated({ bins, total }) {
   if (!bins.length) return false;
   let [first, last, rest] = [0, bins.length - 1, 0.01 * total];
@@ -365,7 +365,7 @@ function isConcentrated({ bins, total }) {
   return width(first, last) < 0.05 * width(0, bins.length - 1);
 }
 
-/** The slots that can be chosen, and which one is. */
+/** Fills the picker of slots, and draws the distribution of the chosen one. */
 function distributionSection(slots) {
   const drawable = slots.filter((slot) => slot.distribution);
   if (!drawable.length) {
@@ -493,7 +493,7 @@ function main() {
   byId("report").hidden = false; // a chart has no size while it is hidden
   setChartDefaults();
   fillSummary(report);
-  fillWarnings(report.warnings);
+  fillFindings(report.findings);
   fillChanges(report.changes);
   fillStages(report.stages);
   fillOrigin(report);

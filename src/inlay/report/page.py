@@ -1,7 +1,7 @@
-"""The report as one HTML page without a single request.
+"""The report as one HTML page that makes no request.
 
-Whatever comes from the model or the data is in the page twice: as JSON that the script reads and
-shows as text, and escaped in a summary for readers without scripts.
+Names and numbers of the model are in the page twice: as JSON that the script shows as text, and
+escaped in a summary for readers without scripts.
 """
 
 import base64
@@ -14,21 +14,22 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from inlay.report.data import Change, Remark, ReportData
+from inlay.files import write_atomically
+from inlay.report.data import Change, Finding, ReportData
 from inlay.report.numbers import count, duration, number, size
 
 __all__ = ["render", "write"]
 
 _SCRIPTS = ("text.js", "charts.js", "table.js", "page.js")
-# Inside a script element an HTML parser looks for a few sequences whatever the script's type.
+# Inside a script element an HTML parser looks for a few sequences, whatever the script's type.
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in ("<", ">", "&", chr(0x2028), chr(0x2029))})
 
 
 def render(data: ReportData) -> str:
-    """The page."""
+    """Return the page of a report."""
     style = _asset("page.css")
     library = _asset("chart.umd.min.js").partition("//# sourceMappingURL")[0]
-    # In a function of its own, so that no name meets one of the library's.
+    # A function around the scripts keeps their names apart from those of the library.
     script = "(() => {\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
     return Template(_asset("page.html")).substitute(
         policy=_policy(scripts=[library, script], styles=[style]),
@@ -43,21 +44,14 @@ def render(data: ReportData) -> str:
 
 
 def write(data: ReportData, path: str | os.PathLike[str]) -> Path:
-    """Write the page. Whoever reads the file sees the old page or the new one, never a part."""
+    """Write the page atomically: a reader sees the old page or the new one, never a part."""
     path = Path(path)
-    page = render(data)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(page, encoding="utf-8", newline="\n")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_atomically(path, render(data))
     return path
 
 
 def _escaped(text: str) -> str:
-    # Half of a surrogate pair, as from a file name that is not UTF-8, cannot be written.
+    # Half a surrogate pair, as in a file name that is not UTF-8, cannot be encoded.
     return escape(text.encode("utf-8", "replace").decode("utf-8"))
 
 
@@ -67,7 +61,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(*, scripts: Iterable[str], styles: Iterable[str]) -> str:
-    """Nothing is loaded from anywhere, and nothing runs but what is written here."""
+    """Return a policy that loads nothing and runs only the scripts of the page."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -86,7 +80,7 @@ def _source_hash(text: str) -> str:
 
 
 def _summary(data: ReportData) -> str:
-    """The few lines that a reader without scripts gets."""
+    """Return the summary for readers without scripts."""
     seconds = sum(stage.seconds for stage in data.stages)
     facts = {
         "Model": data.model,
@@ -104,8 +98,8 @@ def _summary(data: ReportData) -> str:
             f"<dl>{terms}</dl>",
             "<h2>How the output changed</h2>",
             _items(map(_change_line, data.changes), nothing="Not measured."),
-            "<h2>Warnings</h2>",
-            _items(map(_remark_line, data.warnings), nothing="None."),
+            "<h2>Findings</h2>",
+            _items(map(_finding_line, data.findings), nothing="None."),
         ]
     )
 
@@ -121,6 +115,6 @@ def _change_line(change: Change) -> str:
     return f"{change.name}: {', '.join(given) or number(None)}. {change.explanation}"
 
 
-def _remark_line(remark: Remark) -> str:
-    about = f" {remark.about}:" if remark.about is not None else ""
-    return f"{remark.severity.capitalize()}:{about} {remark.text}"
+def _finding_line(finding: Finding) -> str:
+    about = f" {finding.about}:" if finding.about is not None else ""
+    return f"{finding.severity.capitalize()}:{about} {finding.text}"

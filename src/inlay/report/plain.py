@@ -1,4 +1,4 @@
-"""Dataclasses to what JSON can hold and back, checked on the way."""
+"""Converting dataclasses to plain values for JSON and back, with checks."""
 
 import math
 import types
@@ -13,13 +13,13 @@ from inlay.errors import ConfigurationError
 __all__ = ["from_plain", "to_plain"]
 
 _T = TypeVar("_T")
-# JSON has no such numbers. Only a field that holds a number reads these words as one.
+# JSON lacks these numbers. Only a field that holds a number reads these words as one.
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_hints = cache(get_type_hints)  # a report has thousands of slots, and one type of them
+_hints = cache(get_type_hints)  # a report has thousands of slots, all of one type
 
 
 def to_plain(value: Any) -> Any:
-    """Dictionaries, lists, strings and finite numbers. What is None is left out."""
+    """Convert to dictionaries, lists, strings and finite numbers, leaving out fields of None."""
     if is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in fields(value)}
         return {name: to_plain(part) for name, part in parts.items() if part is not None}
@@ -33,16 +33,16 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[_T], value: Any, where: str) -> _T:
-    """The dataclass that `to_plain` was given.
+    """Rebuild the dataclass that `to_plain` converted.
 
-    :param where: the name of the value in errors
+    :param where: name of the value in errors
     """
     return cast(_T, _read(cls, value, where))
 
 
 def _read(hint: Any, value: Any, where: str) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):  # of something and None, of which there are no others
+    if origin in (Union, types.UnionType):  # all unions here are of one type and None
         return None if value is None else _read(inner[0], value, where)
     if origin is Literal:
         if value not in inner:
@@ -70,7 +70,7 @@ def _read_dataclass(cls: Any, value: dict[str, Any], where: str) -> Any:
     for field in fields(cls):
         if field.name in given or _has_default(field):
             continue
-        # None is never written, so a field that may be None is None where it is absent.
+        # None is never written, so an absent field that may be None is None.
         given[field.name] = _read(hints[field.name], None, f"{where}.{field.name}")
     return cls(**given)
 

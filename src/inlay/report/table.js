@@ -1,4 +1,4 @@
-// The table of slots. Rows are made as the reader scrolls to them: laying out thousands takes long.
+// The table of slots. Rows are made as the reader scrolls: laying out thousands takes long.
 
 const ROWS_AT_ONCE = 100;
 
@@ -18,7 +18,7 @@ const COLUMNS = [
 
 const collator = new Intl.Collator("en", { numeric: true });
 
-/** Ascending by column; what is missing is last whichever way the rest is sorted. */
+/** Compares by column; missing values come last in either direction. */
 function compareBy(column, direction) {
   return (a, b) => {
     const [x, y] = [column.value(a), column.value(b)];
@@ -108,7 +108,7 @@ function slotCell(slot, column) {
   return element("td", "figure", column.format(value));
 }
 
-/** The name; where there is a distribution to see, it is a button that shows it. */
+/** Makes the cell of a name, which is a button if the slot has a distribution to show. */
 function nameCell(slot) {
   if (!slot.distribution) return element("td", "name", slot.name);
   const button = element("button", "link", slot.name);

@@ -5,7 +5,7 @@
 const MISSING = "\u2013";
 const ONE_DIGIT = { minimumFractionDigits: 1, maximumFractionDigits: 1 };
 
-/** A field as a number or null. JSON has no NaN and no infinity, so these come as words. */
+/** Reads a field as a number or null. JSON has no NaN and no infinity, so they come as words. */
 const numeric = (value) => (value === undefined || value === null ? null : Number(value));
 const isDrawable = (value) => value !== null && Number.isFinite(value);
 const isMissing = (value) => value === null || Number.isNaN(value);
@@ -18,7 +18,7 @@ function unusual(value) {
   return null;
 }
 
-/** Four digits, and the power of ten where zeros would hide them. */
+/** Formats a number with four digits, and a power of ten if zeros would hide them. */
 function formatNumber(value) {
   const text = unusual(value);
   if (text !== null) return text;
@@ -28,7 +28,7 @@ function formatNumber(value) {
   return minus(size < 9999.5 ? String(Number(value.toPrecision(4))) : value.toFixed(0));
 }
 
-/** Four digits always, so that the numbers of a column are alike. */
+/** Formats a number with exactly four digits, so that the numbers of a column look alike. */
 function formatFigure(value) {
   const size = Math.abs(value);
   if (unusual(value) !== null || size === 0) return formatNumber(value);
@@ -73,7 +73,7 @@ const hasTerms = (text, terms) => terms.every((term) => text.includes(term));
 
 const byId = (id) => document.getElementById(id);
 
-/** An element with a class and, as its content, a text or other elements. */
+/** Makes an element with a class that holds a text or other elements. */
 function element(tag, className, content) {
   const made = document.createElement(tag);
   if (className) made.className = className;
@@ -94,13 +94,13 @@ function fillSelect(select, choices) {
 
 const isIndex = (part) => /^\d+$/.test(part);
 
-/** The number of the block a module is in: the first number in its name. */
+/** Returns the number of a module's block: the first number in its name. */
 function blockOf(module) {
   const part = module.split(".").find(isIndex);
   return part === undefined ? null : Number(part);
 }
 
-/** What a module is within its block, such as self_attn.q_proj. */
+/** Returns the role of a module within its block, such as self_attn.q_proj. */
 function roleOf(module) {
   const parts = module.split(".");
   const last = parts.findLastIndex(isIndex);
@@ -109,7 +109,7 @@ function roleOf(module) {
   return parts.slice(last + 1).join(".");
 }
 
-/** The kind of every module: its role, or the last word of it where that is enough. */
+/** Returns the kind of every module: the last word of its role, or the role if that is unclear. */
 function kindsOf(modules) {
   const roles = new Map([...modules].map((module) => [module, roleOf(module)]));
   const lastWord = (role) => role.split(".").at(-1);

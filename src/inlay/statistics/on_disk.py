@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from inlay._version import __version__
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.files import write_atomically, written_atomically
+from inlay.files import new_file, write_atomically
 from inlay.observers import Observer
 from inlay.ranges.args import key_of
 from inlay.recipe import Recipe, Slot, make_observer
@@ -118,7 +118,7 @@ class StoredStatistics:
         }
         text = json.dumps(content, indent=1)
         path = folder / FILE_NAME
-        with written_atomically(path) as partial:
+        with new_file(path) as partial:
             save_file(tensors, partial, metadata={_METADATA: text})
         write_atomically(folder / _JSON_NAME, text)
         return path

@@ -1,3 +1,3 @@
-"""From a model and data to a folder: calibrate, resume, save."""
+"""Workflows from a model and data to a folder: calibrate, resume, requantize, save."""
 
 __all__: list[str] = []

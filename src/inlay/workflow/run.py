@@ -1,4 +1,4 @@
-"""From a model and data to a finalized calibration."""
+"""Calibrating a model on data, or quantizing it anew from saved statistics."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -8,20 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from inlay.calibration import Calibration
 from inlay.checkpoint.loading import require_full_precision
 from inlay.data.batch import count_tokens, digest, on_device_of, varying_sizes
 from inlay.data.sources import Batches, batches_of
 from inlay.errors import ConfigurationError, StatisticsError
+from inlay.files import require_writable
 from inlay.progress import Bar
 from inlay.recipe import Recipe
-from inlay.run_record import Record, Stages
+from inlay.run_record import Stages, model_name
 from inlay.statistics.on_disk import FILE_NAME, DataSeen, StoredStatistics
+from inlay.workflow.calibration_run import Run
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "requantize"]
 
-# Seconds between two savings of the statistics: what an interruption may cost.
+# Seconds between two saves of the statistics: the most that an interruption can cost.
 _SAVE_EVERY = 60.0
+_SEARCHING = "searching ranges"
 _NO_DATA = Batches(source="no data", calibration=[], held_out=[], samples=0)
 
 
@@ -41,23 +43,24 @@ def calibrate(
     statistics: str | Path | None = None,
     resume: bool = False,
     progress: bool | None = None,
-) -> Calibration:
-    """Observe the model on data, then compute what it is quantized with.
+) -> Run:
+    """Observe a model on data, then compute its scales and zero points.
 
     :param data: batches, texts, a `.txt` or `.jsonl` file or a dataset; see `inlay.data`. None
-        where the recipe needs no data: weights alone, or activations quantized dynamically
-    :param tokenizer: for data that is text
+        if the recipe needs no data: weights alone, or activations quantized dynamically
+    :param tokenizer: a tokenizer; needed only for data that is text
     :param max_length: tokens after which a text is cut
     :param samples: how many rows calibrate; all if not given
     :param held_out: how many rows after those are kept for comparing the model before and after
-    :param count_padding: whether positions that the attention mask leaves out count all the same
+    :param count_padding: count positions that the attention mask leaves out
     :param accept: see `Calibration.finalize`
-    :param statistics: a folder to keep the statistics in while the run goes on
-    :param resume: whether to go on from the statistics found there
-    :param progress: whether to draw progress bars; by default where there is a terminal
+    :param statistics: a folder that keeps the statistics while the run goes on
+    :param resume: continue from the statistics in that folder
+    :param progress: draw progress bars; by default if there is a terminal
     :return: the finalized calibration, ready for `save`
     """
-    require_full_precision(getattr(model, "config", None), _name_of(model))
+    name = model_name(model)
+    require_full_precision(getattr(model, "config", None), name)
     stages = Stages()
     with stages("reading data"):
         batches = (
@@ -73,42 +76,66 @@ def calibrate(
                 vocabulary=_vocabulary(model),
             )
         )
-    options = {"compiler": compiler, "count_padding": count_padding, "progress": progress}
-    keeper = _Keeper(None if statistics is None else Path(statistics), _name_of(model), batches)
-    calibration = keeper.begin(model, recipe, resume, **options)
-    if calibration.plan.needs_data:
-        _observe(calibration, model, batches, stages, keeper, count_padding)
-    with stages("searching ranges"):
-        calibration.finalize(accept=accept)
-    keeper.save(calibration)
-    done = calibration.data_seen
-    calibration.tokenizer = tokenizer
-    calibration.held_out = [on_device_of(model, batch) for batch in batches.held_out]
-    calibration.record = Record(
-        model=_name_of(model),
+    keeper = _Keeper(None if statistics is None else Path(statistics), name, batches)
+    run = keeper.begin(
+        model,
+        recipe,
+        resume,
+        tokenizer=tokenizer,
+        held_out=batches.held_out,
         data=batches.source,
-        samples=done.samples,
-        tokens=done.tokens,
-        padding_tokens=done.padding_tokens,
-        stages=stages.as_tuple(),
+        stages=stages,
+        compiler=compiler,
+        count_padding=count_padding,
+        progress=progress,
     )
-    return calibration
+    if run.plan.needs_data:
+        _observe(run, batches, keeper, count_padding)
+    with stages(_SEARCHING):
+        run.finalize(accept=accept)
+    keeper.save(run)
+    return run
 
 
-def _observe(
-    calibration: Calibration,
+def requantize(
     model: nn.Module,
-    batches: Batches,
-    stages: Stages,
-    keeper: "_Keeper",
-    count_padding: bool,
-) -> None:
-    already = calibration.data_seen
-    again = DataSeen()  # what is passed over, for it was observed before
+    recipe: Recipe,
+    statistics: StoredStatistics,
+    *,
+    tokenizer: Any = None,
+    accept: Collection[str] = (),
+    progress: bool | None = None,
+) -> Run:
+    """Compute scales and zero points from saved statistics, without running the model.
+
+    :param statistics: statistics of the same model, gathered for a recipe like this one
+    :param tokenizer: a tokenizer to write beside the checkpoint
+    :param accept: see `Calibration.finalize`
+    :param progress: draw progress bars; by default if there is a terminal
+    :return: the finalized calibration, ready for `save`
+    """
+    run = _restored(
+        model, recipe, statistics, tokenizer=tokenizer, data=statistics.data, progress=progress
+    )
+    with run.stages(_SEARCHING):
+        run.finalize(accept=accept)
+    return run
+
+
+def _restored(model: nn.Module, recipe: Recipe, stored: StoredStatistics, **options: Any) -> Run:
+    run = Run.from_statistics(model, recipe, stored, **options)
+    assert isinstance(run, Run)
+    return run
+
+
+def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool) -> None:
+    model, already = run.model, run.data_seen
+    again = DataSeen()  # batches that the interrupted run has observed already
     checked = 0  # graphs that are known to leave out padding
-    varying = varying_sizes(batches if _count(batches) else ())
-    show = calibration.show_progress
-    with Bar("calibrating", total=_count(batches), unit="tokens", show=show) as bar:
+    total = _count(batches)
+    varying = varying_sizes(batches if total else ())
+    show = run.show_progress
+    with Bar("calibrating", total=total, unit="tokens", show=show) as bar:
         for batch in batches:
             tokens, padding = count_tokens(batch)
             step = {"samples": _rows(batch), "tokens": tokens, "padding": padding}
@@ -116,72 +143,74 @@ def _observe(
                 again = again.after(digest(batch), **step)
                 if again.batches == already.batches and again != already:
                     raise StatisticsError(
-                        f"the first {already.batches} batches are not those of the run that was "
-                        "interrupted; resume with the same data and settings, or start anew"
+                        f"the first {already.batches} batches are not those of the interrupted "
+                        "run; resume with the same data and settings, or start anew"
                     )
                 bar.advance(0)
                 continue
-            _timed(calibration, on_device_of(model, batch, varying), stages)
-            if padding and not count_padding and checked < len(calibration.graphs):
-                calibration.require_padding_left_out()
-                checked = len(calibration.graphs)
-            calibration.data_seen = calibration.data_seen.after(digest(batch), **step)
+            _run_timed(run, on_device_of(model, batch, varying))
+            if padding and not count_padding and checked < len(run.graphs):
+                run.require_padding_left_out()
+                checked = len(run.graphs)
+            run.data_seen = run.data_seen.after(digest(batch), **step)
             bar.advance(tokens)
-            keeper.save_now_and_then(calibration)
+            keeper.save_now_and_then(run)
     if again.batches < already.batches:
         raise StatisticsError(
-            f"the data has {again.batches} batches, and the run that was interrupted had got "
-            f"through {already.batches}; resume with the same data"
+            f"the data has {again.batches} batches, but the interrupted run had observed "
+            f"{already.batches}; resume with the same data"
         )
-    if calibration.data_seen.batches == 0:
+    if run.data_seen.batches == 0:
         raise ConfigurationError(
             "the recipe quantizes activations statically, or weighs weights by them, and there is "
             "no data to observe; give data"
         )
 
 
-def _timed(calibration: Calibration, batch: Any, stages: Stages) -> None:
-    """Run a batch. One of a new shape is traced and compiled, which is a stage of its own."""
-    known, start = len(calibration.graphs), time.perf_counter()
-    calibration.run(batch)
-    name = "calibrating" if len(calibration.graphs) == known else "tracing and compiling"
-    stages.add(name, time.perf_counter() - start)
+def _run_timed(run: Run, batch: Any) -> None:
+    """Run a batch. Tracing and compiling for a new shape is a stage of its own."""
+    known, start = len(run.graphs), time.perf_counter()
+    run.run(batch)
+    name = "calibrating" if len(run.graphs) == known else "tracing and compiling"
+    run.stages.add(name, time.perf_counter() - start)
 
 
 class _Keeper:
-    """Keeps the statistics of a run in a folder, if there is one."""
+    """Saves the statistics of a run in a folder now and then, if it has one."""
 
     def __init__(self, folder: Path | None, model: str, batches: Batches) -> None:
         self.folder, self.model, self.data = folder, model, batches.source
         self._saved = time.monotonic()
 
-    def begin(self, model: nn.Module, recipe: Recipe, resume: bool, **options: Any) -> Calibration:
+    def begin(self, model: nn.Module, recipe: Recipe, resume: bool, **options: Any) -> Run:
+        if self.folder is not None:
+            require_writable(self.folder)
         found = self.folder is not None and (self.folder / FILE_NAME).exists()
         if not resume:
             if found:
                 raise ConfigurationError(
-                    f"{self.folder} holds the statistics of an earlier run; go on with it "
-                    "(resume=True, --resume), or remove it"
+                    f"{self.folder} holds the statistics of an earlier run; continue it "
+                    "(resume=True, --resume), or remove the folder"
                 )
-            return Calibration(model, recipe, **options)
+            return Run(model, recipe, **options)
         if self.folder is None:
-            raise ConfigurationError("to resume, say where the statistics are: statistics=folder")
+            raise ConfigurationError("to resume, name the folder of statistics: statistics=folder")
         if not found:
-            return Calibration(model, recipe, **options)
+            return Run(model, recipe, **options)
         stored = StoredStatistics.load(self.folder)
         if stored.recipe != recipe.config.model_dump(mode="json"):
             raise ConfigurationError(
                 f"{self.folder} was calibrated with another recipe; resume with the same one"
             )
-        return Calibration.from_statistics(model, recipe, stored, **options)
+        return _restored(model, recipe, stored, **options)
 
-    def save_now_and_then(self, calibration: Calibration) -> None:
+    def save_now_and_then(self, run: Run) -> None:
         if time.monotonic() - self._saved >= _SAVE_EVERY:
-            self.save(calibration)
+            self.save(run)
 
-    def save(self, calibration: Calibration) -> None:
+    def save(self, run: Run) -> None:
         if self.folder is not None:
-            calibration.stored(model=self.model, data=self.data).save(self.folder)
+            run.stored(model=self.model, data=self.data).save(self.folder)
         self._saved = time.monotonic()
 
 
@@ -199,13 +228,9 @@ def _rows(batch: Any) -> int:
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """How many token ids the model has embeddings for, if it says so."""
+    """Return how many token ids the model has embeddings for, or None if it does not say."""
     try:
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         return None
     return getattr(embeddings, "num_embeddings", None)
-
-
-def _name_of(model: nn.Module) -> str:
-    return str(getattr(model, "name_or_path", "") or type(model).__name__)

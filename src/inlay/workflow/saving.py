@@ -1,7 +1,9 @@
-"""A calibration as a folder: checkpoint, statistics, recipe, report."""
+"""Saving a calibration as a folder: checkpoint, statistics, recipe, report."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from inlay import report as report_page
 from inlay.calibration import Calibration
@@ -12,37 +14,51 @@ from inlay.evaluation.compare import compare
 from inlay.evaluation.summary import report_of
 from inlay.files import new_folder, write_atomically
 from inlay.recipe import recipe_text
-from inlay.run_record import Record, Stages
+from inlay.run_record import Record, Stages, model_name
 from inlay.statistics.on_disk import FOLDER_NAME
 
 __all__ = ["save"]
+
+_WRITING, _COMPARING = "writing", "comparing"
 
 
 def save(
     calibration: Calibration,
     folder: str | Path,
     *,
-    overwrite: bool,
-    max_shard_size: int | str,
-    report: bool,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+    report: bool = True,
+    tokenizer: Any = None,
+    held_out: Sequence[Any] = (),
+    record: Record | None = None,
+    stages: Stages | None = None,
 ) -> Path:
-    """Write everything under a temporary name, and give it its own when it is complete."""
+    """Write everything under a temporary name, and rename the folder when it is complete.
+
+    :param calibration: a finalized calibration
+    :param tokenizer: a tokenizer to write beside the checkpoint
+    :param held_out: batches to compare the model before and after on
+    :param record: facts about the run, for the report
+    :param stages: the clock of the run; writing and comparing are added to it
+    """
     if calibration.qparams is None:
         raise ConfigurationError("finalize the calibration before saving it")
     model, statistics = calibration.model, calibration.statistics
     accept = statistics.accepted
-    record = calibration.record or Record(model=type(model).__name__, data="")
+    record = record or Record(model=model_name(model), data="")
     require_servable(statistics.plan, calibration.qparams, accept=accept)
-    stages = Stages()
+    stages = stages or Stages()
+    stages.forget(_WRITING, _COMPARING)  # an earlier save is not part of this one
     with new_folder(folder, overwrite=overwrite) as partial:
-        with stages("writing"):
+        with stages(_WRITING):
             sizes = save_checkpoint(
                 partial,
                 model,
                 statistics.plan,
                 calibration.recipe,
                 calibration.qparams,
-                tokenizer=calibration.tokenizer,
+                tokenizer=tokenizer,
                 max_shard_size=max_shard_size,
                 accept=accept,
                 progress=calibration.show_progress,
@@ -51,9 +67,9 @@ def save(
             stored.save(partial / FOLDER_NAME)
             write_atomically(partial / "recipe.yaml", recipe_text(calibration.recipe.config))
         if report:
-            with stages("comparing"):
-                comparison = compare(model, calibration, calibration.held_out)
-            record = replace(record, stages=(*record.stages, *stages.as_tuple()))
+            with stages(_COMPARING):
+                comparison = compare(model, calibration, held_out)
+            record = replace(record, stages=stages.as_tuple())
             data = report_of(
                 calibration, comparison, record=record, sizes=(sizes.before, sizes.after)
             )

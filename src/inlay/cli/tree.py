@@ -1,26 +1,25 @@
-"""Plans as trees, for people."""
+"""A plan as a tree for the terminal."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.tree import Tree
 
-from inlay.observers import default_observer
 from inlay.recipe import Plan, Slot, format_in_words
 
 __all__ = ["slot_in_words", "tree_of"]
 
 
 def slot_in_words(slot: Slot) -> str:
-    """What is quantized how, and what observes it."""
+    """Describe a slot: its part of the module, its format, and its observer."""
     words = f"{slot.base_name} {format_in_words(slot.args, slot.base_name)}"
     if not slot.is_observed:
         return words
-    return f"{words} ({slot.args.observer or default_observer(slot.base_name)})"
+    return f"{words} ({slot.observer})"
 
 
 def tree_of(plan: Plan, root: str) -> Tree:
-    """The modules of a plan with what is quantized of them; what looks the same is shown once."""
+    """Draw the quantized modules of a plan as a tree; modules that look alike share a line."""
     tree = Tree(root)
     _add(tree, _modules(plan.slots.values()))
     return tree
@@ -28,7 +27,7 @@ def tree_of(plan: Plan, root: str) -> Tree:
 
 @dataclass
 class _Module:
-    """A module as the tree shows it. Two that are equal look the same."""
+    """A module as the tree shows it. Equal modules look alike."""
 
     slots: list[str] = field(default_factory=list)
     inner: dict[str, "_Module"] = field(default_factory=dict)
@@ -46,7 +45,7 @@ def _modules(slots: Iterable[Slot]) -> _Module:
 
 def _add(tree: Tree, module: _Module) -> None:
     for name, inner in _rows(module.inner):
-        # A module that only holds another one does not need a line.
+        # A module that only holds another one needs no line.
         while not inner.slots and (held := _only(inner)) is not None:
             name, inner = f"{name}.{held[0]}", held[1]
         label = f"{name}: {'; '.join(inner.slots)}" if inner.slots else name
@@ -59,7 +58,7 @@ def _only(module: _Module) -> tuple[str, _Module] | None:
 
 
 def _rows(inner: dict[str, _Module]) -> Iterator[tuple[str, _Module]]:
-    """Modules by name, with neighbours that look the same as one: `0 … 29` or `gate, up`."""
+    """Yield modules by name, with neighbours that look alike as one: `0 … 29` or `gate, up`."""
     run: list[str] = []
     for name in inner:
         if run and not _continues(run[-1], name, inner):
@@ -75,7 +74,7 @@ def _continues(before: str, name: str, inner: dict[str, _Module]) -> bool:
         return False
     if before.isdecimal() and name.isdecimal():
         return int(name) == int(before) + 1
-    return not inner[name].inner  # modules that hold others have a line each
+    return not inner[name].inner  # modules that hold others get a line each
 
 
 def _label(run: list[str]) -> str:
