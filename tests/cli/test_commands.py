@@ -27,7 +27,7 @@ from inlay.cli.recipes import KV_CACHES, ObserverChoice, Wanted, run_observer_fi
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 from inlay.recipe import preset_names
-from inlay.statistics.by_slot import ACCEPTABLE
+from inlay.statistics.finalize import ACCEPTABLE
 
 OBSERVER_FILE = """
 from inlay.observers import StaticMinMaxObserver, Observer
