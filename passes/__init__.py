@@ -2,6 +2,7 @@
 
 from inlay.graph import Pass, PassResult, Pipeline
 from inlay.passes.annotate import Annotate
+from inlay.passes.compare_layers import CompareLayers
 from inlay.passes.fold_qparams import FoldQParams
 from inlay.passes.inline_calls import InlineCalls
 from inlay.passes.insert_observers import InsertObservers
@@ -12,9 +13,11 @@ from inlay.passes.remove_observers import RemoveObservers
 from inlay.passes.share_observers import ShareObservers
 
 __all__ = [
+    "COMPARE",
     "FINALIZE",
     "PREPARE",
     "Annotate",
+    "CompareLayers",
     "FoldQParams",
     "InlineCalls",
     "InsertObservers",
@@ -43,4 +46,11 @@ PREPARE: tuple[type[Pass], ...] = (
 FINALIZE: tuple[type[Pass], ...] = (
     FoldQParams,  # reads from the observers which slots share a scale
     RemoveObservers,
+)
+
+# From a traced graph to one that computes the same and compares its layers with quantized ones.
+COMPARE: tuple[type[Pass], ...] = (
+    InlineCalls,  # first, as above
+    Annotate,
+    CompareLayers,  # needs the annotations
 )

@@ -48,7 +48,7 @@ class FoldQParams(Pass):
                                                return y
 
     The weight is quantized before, once; a graph never does it per call. Scales and weights are
-    inputs, so that identical blocks share a graph; `inlay.graph.graph.bind` makes them constants.
+    inputs, so that identical blocks share a graph; `inlay.graph.bind` makes them constants.
     Slots that are quantized dynamically compute their scales in the graph. A slot without qparams
     is left in full precision.
     """

@@ -103,7 +103,7 @@ class InsertObservers(Pass):
             if not isinstance(fake, torch.Tensor):
                 raise GraphError(
                     f"node {value.name}, observed as {slot.name}, has no shape; trace with example "
-                    "inputs or use inlay.graph.graph.propagate_shapes first"
+                    "inputs or use inlay.graph.propagate_shapes first"
                 )
             target = targets.find(rule, fake)
             inputs = [

@@ -1,21 +1,17 @@
 """Keep the padding of a batch out of the statistics."""
 
-import re
 import warnings
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
-from inlay.graph import Pass, PassResult, copy, fake_value, inputs_of, module_path, observes
+from inlay.graph import Pass, PassResult, attention_masks, copy, fake_value, module_path, observes
 from inlay.nodes.observe import Observe
 from inlay.statistics.rule import Rule
 from inlay.torch_private import sizes_are_equal
 
 __all__ = ["LeaveOutPadding"]
-
-# Dynamo puts the variable in front of an argument's name and an underscore behind it.
-_MASK = re.compile(r"(?:^|_)((?:decoder_|encoder_)?attention_mask)_?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +30,7 @@ class LeaveOutPadding(Pass):
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
-        masks = _masks(gm)
+        masks = attention_masks(gm)
         modified = False
         for node in gm.graph.nodes:
             if not isinstance(node.target, Observe) or "mask" in node.kwargs:
@@ -49,17 +45,6 @@ class LeaveOutPadding(Pass):
             modified = True
         gm.recompile()
         return PassResult(gm, modified)
-
-
-def _masks(gm: GraphModule) -> dict[str, Node]:
-    """Attention masks among the inputs by name, as far as they say which tokens count."""
-    found = {}
-    for node in inputs_of(gm.graph):
-        name = _MASK.search(node.name)
-        value = fake_value(node)
-        if name is not None and isinstance(value, torch.Tensor) and value.ndim == 2:
-            found[name.group(1)] = node
-    return found
 
 
 def _mask_of(node: Node, masks: dict[str, Node]) -> Node | None:

@@ -16,8 +16,9 @@ from torch import nn
 from inlay import Calibration, ConfigurationError, GraphError, Recipe
 from inlay.evaluation import measures
 from inlay.evaluation.compare import Comparison, compare
-from inlay.evaluation.layer_errors import Noise, counted_rows
+from inlay.evaluation.layer_errors import Noise
 from inlay.evaluation.measures import NO_LABEL, Choices, Vectors, next_tokens
+from inlay.nodes.compare_layer import counted_rows
 
 STATIC = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
 CAUSAL = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
@@ -38,6 +39,16 @@ class Pair(nn.Module):
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         return self.second(self.first(x).relu())
+
+
+class Masked(Pair):
+    """The same, reading its mask as attention does."""
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        output = super().forward(x)
+        if attention_mask is None:
+            return output
+        return output.masked_fill(attention_mask.unsqueeze(-1) == 0, 0)
 
 
 def finalized(model: nn.Module, recipe: Recipe, batches: list[Any], **kwargs: Any) -> Calibration:
@@ -197,7 +208,7 @@ def test_layers_by_hand() -> None:
 
 
 def test_padding_does_not_count_for_layers_and_outputs() -> None:
-    model = Pair()
+    model = Masked()
     calibration = finalized(model, STATIC, [{"x": torch.randn(2, 5, 8)}])
     x = torch.randn(2, 5, 8)
     mask = torch.ones(2, 5, dtype=torch.long)

@@ -7,6 +7,7 @@ from torch.fx import GraphModule
 
 from inlay.calibration.weights import Weights
 from inlay.graph import fake_value, observes, slot_inputs
+from inlay.nodes.compare_layer import POWERS
 from inlay.nodes.observe import Observe
 from inlay.recipe import Plan, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
@@ -20,6 +21,14 @@ class Bindings:
     def __init__(self, statistics: StatisticsBySlot, weights: Weights) -> None:
         self.statistics = statistics
         self.weights = weights
+        self.layer_errors: dict[str, torch.Tensor] = {}  # sums of compare nodes, by module
+
+    def errors_of(self, slot: Slot, device: torch.device) -> torch.Tensor:
+        """The sums that compare nodes of the slot's module add to, made when first asked for."""
+        if slot.module not in self.layer_errors:
+            sums = torch.zeros(len(POWERS), dtype=torch.float64, device=device)
+            self.layer_errors[slot.module] = sums
+        return self.layer_errors[slot.module]
 
     def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
         """A qparam of a slot, or its folded weight."""
@@ -51,6 +60,8 @@ class GivenInput:
         :param names: from modules as they were traced to those that the graph is called for
         """
         slots = [_renamed(slot, names) for slot in self.slots]
+        if self.key == "errors":
+            return bindings.errors_of(slots[0], self.device)
         if self.observe is None:
             return bindings.quantized_value(slots[0], self.key)
         specs = None if self.observe.is_opaque else self.observe.specs

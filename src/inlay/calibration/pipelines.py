@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from inlay.graph import Pass, Pipeline
 from inlay.observers import QParamsDict
-from inlay.passes import FINALIZE, PREPARE, LeaveOutPadding, OutlineRepeats, PruneUnobserved
+from inlay.passes import (
+    COMPARE,
+    FINALIZE,
+    PREPARE,
+    LeaveOutPadding,
+    OutlineRepeats,
+    PruneUnobserved,
+)
 from inlay.recipe import Plan
 
 __all__ = ["Pipelines"]
@@ -18,12 +25,14 @@ class Pipelines:
     :param prepare: passes that make a traced graph observe, as types or as instances
     :param outputs: whether outputs of the model are wanted, and not only statistics
     :param count_padding: whether positions that the attention mask leaves out count all the same
+    :param compare_layers: whether finalized graphs compare their layers instead of quantizing them
     """
 
     plan: Plan
     prepare: Sequence[type[Pass] | Pass] = PREPARE
     outputs: bool = True
     count_padding: bool = False
+    compare_layers: bool = False
 
     def observing(self) -> Pipeline:
         """From a traced graph to one that observes, whole."""
@@ -39,6 +48,8 @@ class Pipelines:
 
         Observers are inserted here too: they say which slots share a scale.
         """
+        if self.compare_layers:
+            return Pipeline.of(COMPARE, plan=self.plan, qparams=qparams)
         observing = self._without(OutlineRepeats, PruneUnobserved, LeaveOutPadding)
         return Pipeline((*observing.passes, *Pipeline.of(FINALIZE, qparams=qparams).passes))
 

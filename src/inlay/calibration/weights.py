@@ -41,6 +41,11 @@ class Weights:
             self._folded[slot.name] = fold_weight(self.plain(slot), slot.args, qparams)
         return self._folded[slot.name]
 
+    def folded_for_once(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
+        """The folded weight, without keeping it: all weights twice may not fit into memory."""
+        known = self._folded.get(slot.name)
+        return fold_weight(self.plain(slot), slot.args, qparams) if known is None else known
+
     def with_own_cache(self) -> "Weights":
         """The same weights, with a cache of folded ones that goes when this goes."""
         copied = object.__new__(Weights)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from inlay.calibration import Calibration
 from inlay.calibration.backend import Backend
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError, GraphError
-from inlay.evaluation.layer_errors import LayerErrors, counted_rows
+from inlay.evaluation.layer_errors import layer_errors
 from inlay.evaluation.measures import Choices, Measure, Vectors, next_tokens
+from inlay.nodes.compare_layer import counted_rows
 from inlay.progress import watched
 from inlay.report.data import Change, Finding, LayerError
 from inlay.torch_private import forget_compiled, never_fall_back
@@ -23,7 +24,7 @@ __all__ = ["Batch", "Comparison", "compare"]
 
 Batch = Mapping[str, Any] | Sequence[Any]
 
-# Layers are compared on so many batches. Their error hardly varies, and a batch costs two forwards.
+# Layers are compared on so many batches: their error hardly varies, and takes as long again.
 _LAYER_BATCHES = 4
 # Fields of an output that are compared, in this order, if it has no logits.
 _VECTORS = ("last_hidden_state", "sentence_embedding", "pooler_output", "image_embeds")
@@ -59,19 +60,20 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
     show = calibration.show_progress
     with _evaluating(model):
         outputs = _Outputs(model)
-        quantized = _quantized(model, Backend(bindings, calibration.pipelines, compiler="eager"))
-        for batch in watched(batches, "comparing outputs", show=show):
-            outputs.add(batch, _plain(model, batch), quantized(batch))
-        layers = LayerErrors(model, bindings)
-        with layers.watching() as count_only:
-            for batch in watched(batches[:_LAYER_BATCHES], "comparing layers", show=show):
-                count_only(_counted(_named(model, batch)))
-                _plain(model, batch)
+        pipelines = calibration.pipelines
+        quantized, compared = (
+            _op_by_op(model, Backend(bindings, each, compiler="eager"))
+            for each in (pipelines, replace(pipelines, compare_layers=True))
+        )
+        for index, batch in enumerate(watched(batches, "comparing", show=show)):
+            plain = compared(batch) if index < _LAYER_BATCHES else _plain(model, batch)
+            outputs.add(batch, plain, quantized(batch))
+        layers = layer_errors(model, bindings)
     forget_compiled(_Whole.forward)
     return Comparison(
         batches=len(batches),
         changes=tuple(outputs.changes()),
-        layers=layers.results(),
+        layers=layers,
         findings=tuple(outputs.findings()),
     )
 
@@ -123,8 +125,8 @@ class _Whole(nn.Module):
         return self.model(*args, **kwargs)
 
 
-def _quantized(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
-    """Return the finalized graph, run op by op so that only quantization makes a difference."""
+def _op_by_op(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
+    """Return the graphs of a backend, run op by op so that only quantization makes a difference."""
     compiled = torch.compile(_Whole(model), backend=backend)
 
     def run(batch: Batch) -> Any:

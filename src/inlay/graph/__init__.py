@@ -15,6 +15,7 @@ from inlay.graph.higher_order import EnclosedSlot, enclosed_slots, transformed_n
 from inlay.graph.inputs import (
     SlotInput,
     add_input,
+    attention_masks,
     bind,
     erase_with_inputs,
     inputs_of,
@@ -56,6 +57,7 @@ __all__ = [
     "acts",
     "add_input",
     "annotate",
+    "attention_masks",
     "attention_states",
     "bind",
     "bodies_of",

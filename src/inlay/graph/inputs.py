@@ -16,6 +16,7 @@ from inlay.graph.meta import made_by, stamp
 __all__ = [
     "SlotInput",
     "add_input",
+    "attention_masks",
     "bind",
     "erase_with_inputs",
     "inputs_of",
@@ -27,6 +28,8 @@ __all__ = [
 
 _INPUT = "inlay_input"  # key of node.meta: what an input that a pass added stands for
 _TENSOR = "inlay_tensor"  # key of node.meta: the very tensor that an input is called with
+# Dynamo puts the variable in front of an argument's name and an underscore behind it.
+_MASK = re.compile(r"(?:^|_)((?:decoder_|encoder_)?attention_mask)_?$")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,17 @@ class SlotInput:
 
     slot: str
     key: str
+
+
+def attention_masks(gm: GraphModule) -> dict[str, Node]:
+    """Attention masks among the inputs by name, if they have a number for each token."""
+    found = {}
+    for node in inputs_of(gm.graph):
+        name = _MASK.search(node.name)
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if name is not None and isinstance(value, torch.Tensor) and value.ndim == 2:
+            found[name.group(1)] = node
+    return found
 
 
 def inputs_of(graph: Graph) -> list[Node]:

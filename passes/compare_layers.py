@@ -1,0 +1,109 @@
+"""Compare every quantized layer with itself, inside the plain model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from inlay.graph import (
+    Pass,
+    PassResult,
+    SlotInput,
+    WeightUse,
+    add_input,
+    attention_masks,
+    copy,
+    fake_value,
+    slots_of,
+    stamp,
+    weight_use,
+)
+from inlay.nodes.compare_layer import POWERS, CompareLayer
+from inlay.nodes.quantize import QuantizeDequantize
+from inlay.observers import QParamsDict
+from inlay.recipe import Slot
+from inlay.torch_private import fake_mode_of
+
+__all__ = ["CompareLayers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareLayers(Pass):
+    """Put a compare node behind each op of a quantized Linear; what the graph computes stays.
+
+    Before:                                      After:
+        x, w                                         x, w, fc_weight_folded, fc_weight_errors, ...
+        y = linear(x, w)  # fc.weight, fc.input      y = linear(x, w)
+        return y                                     compare_layer(x, y, w, ...)
+                                                     return y
+
+    The node feeds the layer the same input with input and weight quantized, and adds the powers of
+    signal and error to sums that are inputs of the graph. It leaves out padding if the model is
+    called with an attention mask.
+    """
+
+    qparams: Mapping[str, QParamsDict]
+
+    def call(self, gm: GraphModule) -> PassResult:
+        gm = copy(gm)
+        compared = {n.args[1] for n in gm.graph.nodes if isinstance(n.target, CompareLayer)}
+        mask = attention_masks(gm).get("attention_mask")
+        modified = False
+        for node in list(gm.graph.nodes):
+            slots = {
+                base_name: slot
+                for base_name, slot in slots_of(node).items()
+                if base_name in ("weight", "input") and slot.is_quantized(self.qparams)
+            }
+            use = weight_use(gm, node)
+            if not slots or use is None or use.value is None or use.output in compared:
+                continue
+            compare = self._insert(gm, node, use, slots)
+            compare.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            if mask is not None:
+                compare.update_kwarg("mask", mask)
+            modified = True
+        gm.recompile()
+        return PassResult(gm, modified)
+
+    def _insert(
+        self, gm: GraphModule, node: Node, use: WeightUse, slots: Mapping[str, Slot]
+    ) -> Node:
+        weight = use.weight_node
+        if weight is None:  # the op is a call of the module, which has the weight
+            with gm.graph.inserting_before(node):
+                weight = stamp(gm.graph.get_attr(f"{node.target}.weight"), self.name)
+        folded = weight
+        if "weight" in slots:
+            what = SlotInput(slots["weight"].name, "folded")
+            folded = add_input(gm.graph, what, fake_value(weight), self.name)
+        any_slot = next(iter(slots.values()))
+        sums = torch.zeros(len(POWERS), dtype=torch.float64)
+        errors = add_input(gm.graph, SlotInput(any_slot.name, "errors"), sums, self.name)
+        qparams = self._qparams(gm, slots.get("input"), use.value)
+        quantize = (
+            QuantizeDequantize(slots["input"].args, tuple(qparams)) if "input" in slots else None
+        )
+        with gm.graph.inserting_after(use.output):
+            compare: Node = gm.graph.call_function(
+                CompareLayer(quantize),
+                (use.value, use.output, weight, folded, errors, *qparams.values()),
+            )
+        return stamp(compare, self.name)
+
+    def _qparams(self, gm: GraphModule, slot: Slot | None, value: Node | None) -> dict[str, Node]:
+        if slot is None or not slot.is_observed:
+            return {}
+        found = {key: self.qparams[slot.name].get(key) for key in slot.used_qparams}
+        mode = fake_mode_of(None if value is None else fake_value(value))
+        return {
+            key: add_input(
+                gm.graph,
+                SlotInput(slot.name, key),
+                tensor if mode is None else mode.from_tensor(tensor, static_shapes=True),
+                self.name,
+            )
+            for key, tensor in found.items()
+            if isinstance(tensor, torch.Tensor)
+        }

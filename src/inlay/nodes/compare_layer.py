@@ -1,0 +1,77 @@
+"""Nodes that compare a layer with its quantized self, while the plain model runs."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from inlay.nodes.quantize import QuantizeDequantize
+
+__all__ = ["POWERS", "CompareLayer", "counted_rows"]
+
+# What a compare node sums up: powers of signals and of their errors, and rows compared.
+POWERS = ("output", "output error", "input", "input error", "rows")
+# Numbers compared at a time: 64 MB in float32.
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class CompareLayer:
+    """The callable of a compare node: adds the powers of a layer's signal and error to sums.
+
+    It feeds the layer what the plain model feeds it, with input and weight quantized. Its arguments
+    are the input, the output, the weight, the folded weight, the sums in the order of `POWERS`, the
+    qparams of the input, and the mask of a batch with padding.
+
+    :param quantize: how the input is quantized; None if it is not
+    """
+
+    quantize: QuantizeDequantize | None
+    __name__ = "compare_layer"
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        weight: torch.Tensor,
+        folded: torch.Tensor,
+        sums: torch.Tensor,
+        *qparams: torch.Tensor,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        # The whole value, before rows are left out: dynamic scales may depend on all of it.
+        quantized = value if self.quantize is None else self.quantize(value, *qparams)
+        rows = counted_rows(value, None if mask is None else mask != 0)
+        value, quantized, output = (
+            tensor.flatten(0, -2)[rows].float() for tensor in (value, quantized, output)
+        )
+        if self.quantize is not None:
+            sums[2] += _power(value)
+            sums[3] += _power(quantized - value)
+        sums[4] += len(value)
+        weight, folded = weight.float(), folded.float()
+        step = max(1, _CHUNK // len(weight))
+        for start in range(0, len(value), step):
+            part = slice(start, start + step)
+            # The bias is in both, so it is no part of the error.
+            sums[0] += _power(output[part])
+            sums[1] += _power(F.linear(quantized[part], folded) - F.linear(value[part], weight))
+
+
+def counted_rows(value: torch.Tensor, counted: torch.Tensor | None) -> slice | torch.Tensor:
+    """Which rows of a value count, where its rows are the positions that `counted` speaks of.
+
+    Tokens that were sent to an expert have lost their positions, so all of them count.
+    """
+    if counted is None:
+        return slice(None)
+    is_flat = value.dim() == 2 and len(value) == counted.numel()
+    if is_flat or value.shape[:-1] == counted.shape:
+        return counted.flatten()
+    return slice(None)
+
+
+def _power(values: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm.square()

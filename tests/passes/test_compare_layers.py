@@ -1,0 +1,95 @@
+"""Layers compared with their quantized selves, inside the plain model."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import STATIC, TRACERS, Functional, linear, ops, trace
+
+from inlay.graph import Pipeline, bind, slot_inputs
+from inlay.nodes.quantize import QuantizeDequantize, fold_weight
+from inlay.passes import COMPARE, Annotate, CompareLayers
+from inlay.recipe import Plan, Recipe
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def qparams_of(plan: Plan, model, x: torch.Tensor) -> dict:
+    values = {"fc.weight": model.fc.weight.detach(), "fc.input": x}
+    slots = [slot for slot in plan.slots.values() if slot.is_observed]
+    return {slot.name: slot.make_observer()(values[slot.name]).get_qparams() for slot in slots}
+
+
+def one_layer(bias: bool = False):
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    if bias:
+        model.fc.bias = torch.nn.Parameter(torch.arange(4.0))
+    return model
+
+
+def test_docstring_example() -> None:
+    model = one_layer()
+    plan = Plan(model, STATIC)
+    gm = Annotate(plan=plan)(trace("dynamo", model, X)).graph_module
+    result = CompareLayers(qparams=qparams_of(plan, model, X))(gm)
+    assert result.modified
+    assert ops(result.graph_module) == [
+        "linear = linear(x, fc.weight, None)",
+        "compare_layer = compare_layer(x, linear, fc.weight, fc.weight folded, …)"
+        "  # by CompareLayers",
+        "return (linear)",
+    ]
+    added = {f"{i.slot}.{i.key}" for i in slot_inputs(result.graph_module.graph).values()}
+    assert {"fc.weight.folded", "fc.weight.errors", "fc.input.scale"} <= added
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("how", TRACERS)
+def test_sums_are_the_powers_of_signal_and_error(how: str, bias: bool) -> None:
+    model = one_layer(bias)
+    plan = Plan(model, STATIC)
+    qparams = qparams_of(plan, model, X)
+    gm = trace(how, model, X)
+    compared = Pipeline.of(COMPARE, plan=plan, qparams=qparams)(gm).graph_module
+    weight, slots = model.fc.weight.detach(), plan.slots
+    folded = fold_weight(weight, slots["fc.weight"].args, qparams["fc.weight"])
+    known = {"folded": folded, "errors": torch.zeros(5, dtype=torch.float64)}
+    known |= qparams["fc.input"]
+    parameters = {"weight": weight, "bias": model.fc.bias, "x": X}
+    constants = {what: known[what.key] for what in slot_inputs(compared.graph).values()}
+    bound = bind(compared, constants)
+    inputs = [
+        next(value for name, value in parameters.items() if name in node.name.split("_"))
+        for node in bound.graph.find_nodes(op="placeholder")
+    ]
+    with torch.no_grad():
+        output = bound(*inputs)
+        expected = model(X)
+        q = qparams["fc.input"]
+        quantize = QuantizeDequantize(slots["fc.input"].args, ("scale", "zero_point"))
+        quantized = quantize(X, q["scale"], q["zero_point"])
+        error = F.linear(quantized, folded) - F.linear(X, weight)
+    assert torch.equal(output if isinstance(output, torch.Tensor) else output[0], expected)
+    powers = [t.double().square().sum() for t in (expected, error, X, quantized - X)]
+    torch.testing.assert_close(known["errors"], torch.stack([*powers, torch.tensor(3.0).double()]))
+
+
+def test_what_is_not_quantized_is_not_compared() -> None:
+    model = one_layer()
+    plan = Plan(model, STATIC)
+    gm = Annotate(plan=plan)(trace("dynamo", model, X)).graph_module
+    assert not CompareLayers(qparams={})(gm).modified
+
+
+@pytest.mark.parametrize("how", TRACERS)
+def test_second_run_changes_nothing_and_the_input_is_left_alone(how: str) -> None:
+    model = one_layer()
+    plan = Plan(model, Recipe.from_preset("W8A8"))
+    gm = Annotate(plan=plan)(trace(how, model, X)).graph_module
+    before = ops(gm)
+    compare = CompareLayers(qparams=qparams_of(plan, model, X))
+    once = compare(gm)
+    assert once.modified
+    assert ops(gm) == before
+    again = compare(once.graph_module)
+    assert not again.modified
+    assert ops(again.graph_module) == ops(once.graph_module)
