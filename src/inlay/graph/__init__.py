@@ -27,6 +27,7 @@ from inlay.graph.matching import (
     WeightUse,
     attention_states,
     module_path,
+    replace_value,
     replace_weight,
     weight_use,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "observes",
     "opens_transform",
     "propagate_shapes",
+    "replace_value",
     "replace_weight",
     "require_nodes",
     "slot_input",
