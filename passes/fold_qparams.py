@@ -21,6 +21,7 @@ from inlay.graph import (
     folded_parts,
     mark_folded,
     observes,
+    replace_value,
     replace_weight,
     slots_of,
     stamp,
@@ -100,7 +101,7 @@ class FoldQParams(Pass):
         done: dict[tuple[Any, ...], Node],
         changes: Callable[[Node], int],
     ) -> None:
-        reader, value = _reader_and_value(gm, node, slot.base_name)
+        value = _value(gm, node, slot.base_name)
         # A value that was changed in place since it was quantized has to be quantized again.
         key = (value, owner if slot.is_observed else key_of(slot.args), changes(value))
         if key not in done or slot.base_name == "output":
@@ -109,7 +110,7 @@ class FoldQParams(Pass):
             at = (
                 gm.graph.inserting_after(value)
                 if slot.base_name == "output"
-                else gm.graph.inserting_before(reader)
+                else gm.graph.inserting_before(node)
             )
             with at:
                 quantized = gm.graph.call_function(target, (value, *inputs.values()))
@@ -122,7 +123,7 @@ class FoldQParams(Pass):
                 quantized, delete_user_cb=lambda user: user is not quantized and not observes(user)
             )
         else:
-            reader.replace_input_with(value, quantized)
+            replace_value(node, slot.base_name, value, quantized)
 
     def _inputs(self, gm: GraphModule, slot: Slot, owner: str, value: Node) -> dict[str, Node]:
         if not slot.is_observed:
@@ -141,22 +142,16 @@ class FoldQParams(Pass):
         }
 
 
-def _reader_and_value(gm: GraphModule, node: Node, base_name: str) -> tuple[Node, Node]:
-    """What of an op is quantized, and the node that is to read the quantized value."""
+def _value(gm: GraphModule, node: Node, base_name: str) -> Node:
+    """What of an op is quantized."""
     states = attention_states(node)
-    if states is None:
-        use = weight_use(gm, node)
-        assert use is not None
-        if base_name == "output":
-            return node, use.output
-        assert use.value is not None
-        return node, use.value
-    value, reader = states[base_name], node
-    operand = node.args["qkv".index(base_name)]
-    while operand is not value:  # heads are repeated on the way
-        assert isinstance(operand, Node)
-        reader, operand = operand, operand.args[0]
-    return reader, value
+    if states is not None:
+        return states[base_name]
+    use = weight_use(gm, node)
+    assert use is not None
+    value = use.output if base_name == "output" else use.value
+    assert value is not None
+    return value
 
 
 def _as_function(gm: GraphModule, node: Node, pass_name: str) -> Node:

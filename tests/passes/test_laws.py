@@ -1,4 +1,4 @@
-"""Laws of passes over generated graphs: residuals, shared weights, views, several inputs."""
+"""Laws of passes over generated graphs, friendly and unfriendly ones."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ import torch
 from graphs import STATIC, observed, ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specification import assert_eager_statistics
+from specification import assert_eager_statistics, quantized_copy
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from inlay import Calibration
 from inlay.passes import PREPARE, InsertObservers, Pipeline, RemoveObservers, ShareObservers
@@ -17,42 +18,131 @@ from inlay.recipe import Plan
 pytestmark = pytest.mark.slow
 
 WIDTH = 4
-STEPS = ["linear", "relu", "residual", "view", "add_input", "scale", "concat", "in_place"]
+
+
+def linear(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return self.layers[number](x)
+
+
+def product(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return self.products[number % 2](x)
+
+
+def tied(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return self.tied(x) + self.layers[0](x * number)
+
+
+def relu(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return x.relu()
+
+
+def residual(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return x + self.layers[number](x)
+
+
+def view(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return x.reshape(-1, WIDTH).reshape(y.shape)
+
+
+def add_input(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return x + y * number
+
+
+def concat(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.cat([x, y], dim=0)[: y.shape[0]]
+
+
+def split(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    parts = x.split(WIDTH // 2, dim=-1)
+    return torch.cat([parts[1], parts[0]], dim=-1)
+
+
+def written(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    """A value that is observed, changed in place, and observed again."""
+    x = x.clone()
+    before = self.layers[number](x)
+    x.add_(number + 1)
+    return before + self.layers[0](x)
+
+
+def written_through_a_view(
+    self: Any, x: torch.Tensor, y: torch.Tensor, number: int
+) -> torch.Tensor:
+    x = x.clone()
+    before = self.layers[number](x)
+    x.view(-1).mul_(number + 2)
+    return before + self.layers[1](x)
+
+
+def unused(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    self.layers[number](x * 3).relu()
+    return x
+
+
+def item_set(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    x = x.clone()
+    before = self.layers[number](x)
+    x[:, 0] = number
+    return before + self.layers[2](x)
+
+
+def branch(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.cond(x.sum() > number, lambda z: z * 2, lambda z: z - 1, (x,))
+
+
+def recomputed(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return checkpoint(self.layers[number], x, use_reentrant=False)
+
+
+def batched(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.vmap(lambda row: row * number + 1)(x)
+
+
+# What every tracer can trace, and what symbolic_trace cannot.
+PLAIN = [
+    linear, product, tied, relu, residual, view, add_input, concat, split, written,
+    written_through_a_view, unused,
+]  # fmt: skip
+STEPS = [*PLAIN, item_set, branch, recomputed, batched]
+
+
+class Product(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
 
 
 class Generated(nn.Module):
-    """A model put together from a list of steps, each a name and a number."""
+    """A model put together from a list of steps, each a function and a number."""
 
-    def __init__(self, steps: list[tuple[str, int]]) -> None:
+    def __init__(self, steps: list[tuple[Any, int]]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.products = nn.ModuleList(Product(WIDTH, WIDTH) for _ in range(2))
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.layers[1].weight
+        self.requires_grad_(False)
         self.steps = steps
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        kept = x
-        for name, number in self.steps:
-            if name == "linear":
-                kept, x = x, self.layers[number % 3](x)
-            elif name == "relu":
-                x = x.relu()
-            elif name == "residual":
-                x = x + kept
-            elif name == "view":
-                x = x.reshape(-1, WIDTH).reshape(kept.shape)
-            elif name == "add_input":
-                x = x + y * number
-            elif name == "scale":
-                x = x * (number + 0.5)
-            elif name == "concat":
-                x = torch.cat([x, kept], dim=0)[: x.shape[0]]
-            else:
-                x = x.clone().add_(number)
+        for step, number in self.steps:
+            x = step(self, x, y, number)
         return x
 
+    def __repr__(self) -> str:
+        return " → ".join(f"{step.__name__} {number}" for step, number in self.steps)
 
-steps = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 4)), min_size=1, max_size=8)
-models = steps.map(Generated)
+
+def generated(steps: list[Any]) -> st.SearchStrategy[Generated]:
+    step = st.tuples(st.sampled_from(steps), st.integers(0, 2))
+    return st.lists(step, min_size=1, max_size=6).map(Generated)
+
+
+models = generated(STEPS)
+traced = st.one_of(
+    st.tuples(generated(STEPS), st.just("export")),
+    st.tuples(generated(PLAIN), st.just("symbolic_trace")),
+)
 laws = settings(max_examples=15)
 
 
@@ -75,8 +165,9 @@ def test_observers_never_change_outputs_and_count_what_eager_ones_count(model: n
 
 
 @laws
-@given(models, st.sampled_from(["export", "symbolic_trace"]))
-def test_running_a_pass_twice_changes_nothing(model: nn.Module, how: str) -> None:
+@given(traced)
+def test_running_a_pass_twice_changes_nothing(case: tuple[nn.Module, str]) -> None:
+    model, how = case
     gm: Any = trace(how, model, *inputs())
     for step in Pipeline.of(PREPARE, plan=Plan(model, STATIC)).passes:
         gm = step(gm).graph_module
@@ -86,11 +177,24 @@ def test_running_a_pass_twice_changes_nothing(model: nn.Module, how: str) -> Non
 
 
 @laws
-@given(models, st.sampled_from(["export", "symbolic_trace"]))
-def test_insert_and_remove_give_back_the_graph(model: nn.Module, how: str) -> None:
+@given(traced)
+def test_insert_and_remove_give_back_the_graph(case: tuple[nn.Module, str]) -> None:
+    model, how = case
     gm = trace(how, model, *inputs())
     removed = RemoveObservers()(observed(gm, Plan(model, STATIC))).graph_module
     assert removed.code == gm.code
+
+
+@laws
+@given(models)
+def test_a_finalized_model_is_the_quantized_one(model: nn.Module) -> None:
+    torch._dynamo.reset()
+    calibration = Calibration(model, STATIC, compiler="eager")
+    with torch.no_grad():
+        calibration.observe(*inputs())
+        qparams = calibration.finalize(accept=["unobserved"])
+        found = torch.compile(model, backend=calibration.backend)(*inputs())
+        assert torch.equal(found, quantized_copy(model, qparams, STATIC)(*inputs()))
 
 
 @laws

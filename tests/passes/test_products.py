@@ -214,3 +214,18 @@ def _traced_through(model: nn.Module) -> torch.fx.GraphModule:
 
 def _all(result: Any) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("how", TRACERS)
+def test_what_is_added_to_a_product_is_not_quantized(how: str) -> None:
+    model = spelled(lambda x, w: torch.addmm(x, x, w.T))
+    plan = Plan(model, STATIC)
+    gm = observed(trace(how, model, X), plan)
+    qparams = qparams_of(plan, model, {"fc.input": X})
+    final = Pipeline.of(FINALIZE, qparams=qparams)(gm).graph_module
+    bound = with_constants(final, plan, model, qparams)
+    with torch.no_grad():
+        (found,) = _all(bound(*inputs_for(bound, X)))
+    x = quantized(plan, "fc.input", X, qparams)
+    w = quantized(plan, "fc.weight", model.fc.weight, qparams)
+    torch.testing.assert_close(found, X + F.linear(x, w))

@@ -87,6 +87,7 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "bert": bert,
     "mixtral": mixtral,
     "vit": vit,
+    "falcon": falcon,
 }
 
 

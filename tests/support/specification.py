@@ -12,17 +12,24 @@ from inlay.recipe import make_observer
 
 
 class Inputs:
-    """Observers attached to every Linear that the recipe does not ignore by name."""
+    """Observers attached to every Linear that the recipe does not ignore by name.
+
+    Modules with the same weight are one to a recipe: the first of them speaks for all.
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe, kind: type = nn.Linear) -> None:
         (scheme,) = recipe.config.config_groups.values()
         self.valid: torch.Tensor | None = None  # which tokens of the next batch count
         self.observers = {}
         self.handles = []
+        owners: dict[int, str] = {}
         for name, module in model.named_modules():
             if isinstance(module, kind) and name not in recipe.config.ignore:
-                observer = make_observer("input", scheme.input_activations)
-                self.observers[f"{name}.input"] = observer
+                owner = owners.setdefault(id(module.weight), name)
+                if owner == name:
+                    args = scheme.input_activations
+                    self.observers[f"{name}.input"] = make_observer("input", args)
+                observer = self.observers[f"{owner}.input"]
                 self.handles.append(
                     module.register_forward_pre_hook(
                         lambda _, args, o=observer: o(self._counted(args[0])) and None
@@ -54,13 +61,17 @@ def quantized_copy(model: nn.Module, qparams: dict, recipe: Recipe) -> nn.Module
     """The model with folded weights, whose Linear modules quantize their inputs, by hooks."""
     (scheme,) = recipe.config.config_groups.values()
     model = copy.deepcopy(model)
-    for name, module in model.named_modules():
-        if f"{name}.weight" in qparams:
-            folded = fold_weight(module.weight, scheme.weights, qparams[f"{name}.weight"])
+    owners: dict[int, str] = {}
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    owner_of = {name: owners.setdefault(id(m.weight), name) for name, m in modules.items()}
+    for name, module in modules.items():
+        weight, inputs = (qparams.get(f"{owner_of[name]}.{part}") for part in ("weight", "input"))
+        if weight is not None:
+            folded = fold_weight(module.weight, scheme.weights, weight)
             module.weight = nn.Parameter(folded, requires_grad=False)
-        if f"{name}.input" in qparams:
+        if inputs is not None:
             target = QuantizeDequantize(scheme.input_activations, ("scale", "zero_point"))
-            own = [qparams[f"{name}.input"][key] for key in target.names]
+            own = [inputs[key] for key in target.names]
             module.register_forward_pre_hook(
                 lambda _, args, target=target, own=own: (target(args[0], *own), *args[1:])
             )

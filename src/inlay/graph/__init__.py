@@ -28,6 +28,7 @@ from inlay.graph.matching import (
     WeightUse,
     attention_states,
     module_path,
+    replace_value,
     replace_weight,
     weight_use,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "observes",
     "opens_transform",
     "propagate_shapes",
+    "replace_value",
     "replace_weight",
     "require_nodes",
     "slot_input",

@@ -3,6 +3,7 @@
 import operator
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch.fx import GraphModule, Node
 
 from inlay.graph.inputs import tensor_of
 from inlay.graph.meta import made_by, stamp
-from inlay.torch_private import OpOverload
+from inlay.torch_private import HigherOrderOperator, OpOverload
 
 __all__ = [
     "WeightUse",
     "attention_states",
     "module_path",
+    "replace_value",
     "replace_weight",
     "tensor_op",
     "transposed_by",
@@ -78,13 +80,16 @@ def weight_use(gm: GraphModule, node: Node) -> WeightUse | None:
     return WeightUse("linear", value, weight, weight_node, output)
 
 
+_Place = tuple[int, tuple[str, ...]]  # of an argument: its position, and names it may have
+
+
 @dataclass(frozen=True)
 class _Operands:
-    """Where an op takes its activation and its weight, each as a position and possible names."""
+    """Where an op takes its activation and its weight."""
 
     kind: str
-    value_at: tuple[int, tuple[str, ...]]
-    weight_at: tuple[int, tuple[str, ...]]
+    value_at: _Place
+    weight_at: _Place
     is_product: bool = False  # it multiplies by the weight as it is given, so by its transpose
 
     def value(self, node: Node) -> Any:
@@ -94,11 +99,19 @@ class _Operands:
         return _argument(node, self.weight_at)
 
 
-def _argument(node: Node, at: tuple[int, tuple[str, ...]]) -> Any:
+def _argument(node: Node, at: _Place) -> Any:
     position, names = at
     if len(node.args) > position:
         return node.args[position]
     return next((node.kwargs[name] for name in names if name in node.kwargs), None)
+
+
+def _set_argument(node: Node, at: _Place, new: Node) -> None:
+    position, names = at
+    if len(node.args) > position:
+        node.update_arg(position, new)
+    else:
+        node.update_kwarg(next(name for name in names if name in node.kwargs), new)
 
 
 _FIRST = ("input", "self")
@@ -133,17 +146,12 @@ def replace_weight(node: Node, new: Node) -> None:
     assert operands is not None
     given = operands.weight(node)
     if operands.is_product:
-        old = transposed_by(given)
         with node.graph.inserting_before(node):
-            new_transpose = node.graph.node_copy(given, lambda n: new if n is old else n)
-        new = stamp(new_transpose, made_by(new) or "")
-    position, names = operands.weight_at
-    if len(node.args) > position:
-        node.update_arg(position, new)
-    else:
-        node.update_kwarg(next(name for name in names if name in node.kwargs), new)
-    if operands.is_product and not given.users:
-        node.graph.erase_node(given)
+            copied = node.graph.node_copy(given, partial(_swap, transposed_by(given), new))
+        new = stamp(copied, made_by(new) or "")
+    _set_argument(node, operands.weight_at, new)
+    if operands.is_product:
+        _erase_unread([given])
 
 
 def transposed_by(node: Any) -> Node | None:
@@ -214,14 +222,55 @@ def _with_bias(gm: GraphModule, product: Node) -> Node:
 
 def attention_states(node: Node) -> dict[str, Node] | None:
     """Query, key and value of an attention op, keys and values before they are repeated."""
-    if node.op != "call_function" or node.target not in _ATTENTION:
+    if node.op != "call_function" or not _is_attention(node.target):
         return None
-    names = ("query", "key", "value")
-    given = [*node.args[:3], *(node.kwargs.get(name) for name in names[len(node.args) :])]
-    if not all(isinstance(value, Node) for value in given):
+    states = {name: _argument(node, at) for name, at in _STATES.items()}
+    if not all(isinstance(value, Node) for value in states.values()):
         return None
-    query, key, value = (operand for operand in given if isinstance(operand, Node))
-    return {"q": query, "k": _before_repeat(key), "v": _before_repeat(value)}
+    return {name: value if name == "q" else _before_repeat(value) for name, value in states.items()}
+
+
+_STATES: dict[str, _Place] = {"q": (0, ("query",)), "k": (1, ("key",)), "v": (2, ("value",))}
+
+
+def replace_value(node: Node, base_name: str, old: Node, new: Node) -> None:
+    """Let an op read another value as its input, or as its query, key or value.
+
+    Heads that are repeated on the way are repeated anew: others may read the old ones.
+    """
+    at = _STATES.get(base_name)
+    if at is None:
+        operands = _operands(node)
+        assert operands is not None
+        at = operands.value_at
+    operand = _argument(node, at)
+    views: list[Node] = []
+    while operand is not old:
+        views.append(operand)
+        operand = operand.args[0]
+    for view in reversed(views):
+        source = view.args[0]
+        with node.graph.inserting_before(node):
+            copied = node.graph.node_copy(view, partial(_swap, source, new))
+        new = stamp(copied, made_by(new) or "")
+    _set_argument(node, at, new)
+    _erase_unread(views)
+
+
+def _swap(old: Any, new: Node, node: Node) -> Node:
+    return new if node is old else node
+
+
+def _erase_unread(views: list[Node]) -> None:
+    for view in views:
+        if not view.users:
+            view.graph.erase_node(view)
+
+
+def _is_attention(target: Any) -> bool:
+    # The op of flex attention has no other public name.
+    is_flex = isinstance(target, HigherOrderOperator) and target.__name__ == "flex_attention"
+    return is_flex or target in _ATTENTION
 
 
 def _before_repeat(node: Node) -> Node:
