@@ -15,6 +15,21 @@ profiles.load_profile()
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
+# Tests that take longest, so that none of them is left for one process when the other is done.
+_FIRST = ("test_examples.py", "test_for_real.py", "test_inductor.py", "test_families.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move slow tests to the front, module by module."""
+    names = {name: place for place, name in enumerate(_FIRST)}
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        slow = item.get_closest_marker("slow") is not None
+        return not slow, names.get(item.path.name, len(names))
+
+    items.sort(key=place)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Let no test depend on those that ran before it in the same process."""
     torch.manual_seed(0)

@@ -36,7 +36,7 @@ def test_same_numbers_as_eager_observers(compiler: str, observer: str, dtype: to
 
 
 def test_observe_gives_the_same_statistics() -> None:
-    model = llama()
+    model = llama(num_hidden_layers=1)
     batches = [batch(model, index) for index in range(3)]
     calibration = Calibration(model, STATIC, compiler="aot_eager")
     for one in batches:
@@ -141,7 +141,7 @@ def test_train_and_eval_and_gradients() -> None:
 
 
 def test_inference_mode() -> None:
-    model = llama()
+    model = llama(num_hidden_layers=1)
     calibration = Calibration(model, STATIC, compiler="aot_eager")
     compiled = torch.compile(model, backend=calibration.backend)
     batches = [batch(model, index) for index in range(2)]
@@ -152,7 +152,7 @@ def test_inference_mode() -> None:
 
 
 def test_autocast() -> None:
-    model = llama()
+    model = llama(num_hidden_layers=1)
     one = batch(model)
     calibration = Calibration(model, STATIC, compiler="aot_eager")
     compiled = torch.compile(model, backend=calibration.backend)
@@ -389,7 +389,9 @@ class Untraceable(Observer):
         self.max_vals = torch.full((1,), limit)
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_an_observer_that_cannot_be_traced_works_and_says_so_once(compiler: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "test_untraceable"})

@@ -82,15 +82,15 @@ def observed(model: nn.Module, recipe: Recipe, batches: list, **options: object)
     return calibration
 
 
-def with_a_longer_one(lengths: list[int]) -> list[int]:
-    return [*lengths, max(lengths) + 1]  # so that there is padding at all
+# The first is always shorter than the second, so that there is padding.
+LENGTHS = st.tuples(st.integers(2, 4), st.integers(6, 9), st.integers(1, 9)).map(list)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", [llama, bert])
-@examples(2)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(with_a_longer_one))
+@examples(1)
+@given(lengths=LENGTHS)
 def test_padded_batches_equal_sequences_one_by_one(family, side: str, lengths: list[int]) -> None:
     model = family(num_hidden_layers=1)
     kv_cache = {"num_bits": 8, "type": "float", "observer": "static_minmax"}

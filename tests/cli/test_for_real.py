@@ -1,6 +1,5 @@
 """The command line from beginning to end, on a small model."""
 
-import contextlib
 import json
 import re
 import subprocess
@@ -58,7 +57,8 @@ def in_a_process(place: Path, *arguments: str, code: int = 0) -> str:
 def inlay(place: Path, *arguments: str, code: int = 0) -> str:
     """The same in this process, which has imported already what it needs."""
     torch._dynamo.reset()
-    with contextlib.chdir(place):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
         done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == code, done.output
     return done.stdout if code == 0 else done.stderr

@@ -159,6 +159,8 @@ def test_percentile_leaves_out_what_it_says(values, percentile: float) -> None:
     threshold = torch.maximum(high, -of.range()[0])
     inside = int((values.abs() <= threshold * 1.002).sum())
     assert inside >= percentile / 100 * len(values) - 1
+    well_inside = int((values.abs() < threshold * 0.998).sum())
+    assert well_inside <= percentile / 100 * len(values) + 1
 
 
 @given(tensors((50,), scaled=False), st.floats(0, 1))
@@ -168,6 +170,9 @@ def test_quantiles_and_masses_are_inverse(values, fraction: float) -> None:
     at = histogram.quantile(fraction)
     below = float(histogram.mass_below(at.unsqueeze(-1)).squeeze())
     assert below >= fraction * len(values) - 1e-3 * len(values)
+    smaller = at - at.abs() * 1e-3 - 1e-9
+    before = float(histogram.mass_below(smaller.unsqueeze(-1)).squeeze())
+    assert before <= fraction * len(values) + 1e-3 * len(values)
 
 
 def samples(kind: str, count: int = 32_000) -> torch.Tensor:

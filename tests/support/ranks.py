@@ -16,7 +16,7 @@ class Ranks:
         self.size = size
         # Its processes are forked from one that has imported what they need, which takes seconds.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["rank_functions"])
+        context.set_forkserver_preload(["inlay.observers", "torch.distributed"])
         port = _free_port()
         self._pipes = []
         self._processes = []
