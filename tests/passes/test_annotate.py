@@ -1,12 +1,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import STATIC, TRACERS, Functional, linear, trace
+from graphs import STATIC, TRACERS, Functional, linear, observed, trace
 from torch import nn
 
-from inlay import Recipe
+from inlay import GraphError, Recipe
 from inlay.graph import slots_of
-from inlay.passes import Annotate
+from inlay.passes import Annotate, InsertObservers, RemoveObservers
 from inlay.recipe import Plan
 
 X = torch.randn(2, 4)
@@ -73,3 +73,24 @@ def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:
     assert once.modified
     assert not any(slots_of(node) for node in gm.graph.nodes)
     assert not annotate(once.graph_module).modified
+
+
+def test_another_recipe_takes_the_place_of_the_first() -> None:
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    first = Annotate(plan=Plan(model, STATIC))(trace("dynamo", model, X)).graph_module
+    other = Annotate(plan=Plan(model, Recipe.from_preset("FP8")))
+    result = other(first)
+    assert result.modified
+    (slots,) = (slots_of(n) for n in result.graph_module.graph.nodes if slots_of(n))
+    assert {slot.args.type for slot in slots.values()} == {"float"}
+    assert not other(result.graph_module).modified
+
+
+def test_observers_of_another_recipe_must_be_removed_first() -> None:
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    gm = observed(trace("dynamo", model, X), Plan(model, STATIC))
+    other = Annotate(plan=Plan(model, Recipe.from_preset("FP8")))(gm).graph_module
+    with pytest.raises(GraphError, match=r"fc\.(weight|input) is observed.*RemoveObservers"):
+        InsertObservers()(other)
+    removed = RemoveObservers()(other).graph_module
+    assert InsertObservers()(removed).modified

@@ -123,3 +123,22 @@ def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:
     again = fold(once.graph_module)
     assert not again.modified
     assert ops(again.graph_module) == ops(once.graph_module)
+
+
+@pytest.mark.parametrize("how", TRACERS)
+def test_nothing_to_fold_changes_nothing_and_folding_later_works(how: str) -> None:
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    plan = Plan(model, STATIC)
+    gm = observed(trace(how, model, X), plan)
+    nothing = FoldQParams(qparams={})(gm)
+    assert not nothing.modified
+    assert nothing.graph_module.code == gm.code
+    qparams = qparams_of(plan, model, {"fc.input": X})
+    only_weight = FoldQParams(qparams={"fc.weight": qparams["fc.weight"]})(nothing.graph_module)
+    assert only_weight.modified
+    assert "quantize_dequantize" not in targets(only_weight.graph_module)
+    both = FoldQParams(qparams=qparams)(only_weight.graph_module)
+    assert both.modified
+    assert "quantize_dequantize" in targets(both.graph_module)
+    at_once = FoldQParams(qparams=qparams)(gm).graph_module
+    assert sorted(targets(both.graph_module)) == sorted(targets(at_once))

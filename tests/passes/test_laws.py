@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from graphs import STATIC, observed, ops, trace
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from specification import assert_eager_statistics, quantized_copy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -143,7 +144,7 @@ traced = st.one_of(
     st.tuples(generated(STEPS), st.just("export")),
     st.tuples(generated(PLAIN), st.just("symbolic_trace")),
 )
-laws = settings(max_examples=15)
+laws = examples(15)
 
 
 def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -92,3 +92,26 @@ def test_copy_keeps_parameters_and_mode() -> None:
     assert copied.weight is gm.weight
     assert not copied.training
     assert copied.graph is not gm.graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configured(Pass):
+    factor: int
+    keep: frozenset[str] = frozenset({"x"})
+
+    def call(self, gm: GraphModule) -> PassResult:
+        return PassResult(gm, False)
+
+
+def test_pipelines_fill_fields_and_leave_defaults() -> None:
+    ready = Configured(factor=7)
+    made, kept, given = Pipeline.of([Configured, ready, Configured], factor=3, unused=1).passes
+    assert made == given == Configured(factor=3, keep=frozenset({"x"}))
+    assert kept is ready
+    with_keep = Pipeline.of([Configured], factor=3, keep=frozenset({"y"})).passes
+    assert with_keep == (Configured(factor=3, keep=frozenset({"y"})),)
+
+
+def test_a_field_that_nothing_fills_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="Configured needs factor"):
+        Pipeline.of([Configured], keep=frozenset())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import batch, llama
+from families import batch, bert, llama
 from specification import assert_equal_qparams
 
 from inlay import Calibration, Recipe
@@ -143,3 +143,35 @@ def test_an_interrupted_save_leaves_the_old_statistics(tmp_path: Path, monkeypat
         "statistics.json",
         "statistics.safetensors",
     ]
+
+
+def test_the_observer_that_gathered_stays_where_the_recipe_names_none() -> None:
+    model = llama()
+    stored = observed(model, recipe("static_minmax")).stored()
+    other = Recipe.from_preset("FP8", ignore=["lm_head"])
+    calibration = Calibration.from_statistics(model, other, stored)
+    assert calibration.plan.slots[DOWN].observer == "static_minmax"
+    named = Recipe.from_preset("FP8", ignore=["lm_head"], inputs={"observer": "static_minmax"})
+    assert_equal_qparams(calibration.finalize(), observed(model, named).finalize())
+    wanted = Recipe.from_preset("FP8", ignore=["lm_head"], inputs={"observer": "minmax"})
+    with pytest.raises(StatisticsError, match="which is not what minmax needs"):
+        Calibration.from_statistics(model, wanted, stored)
+
+
+@pytest.mark.parametrize("gathered", ["static_minmax", "histogram"])
+def test_a_range_per_tensor_carries_a_global_scale(gathered: str) -> None:
+    model = llama()
+    stored = observed(model, recipe(gathered)).stored()
+    other = Recipe.from_preset("NVFP4", ignore=["lm_head"])
+    found = Calibration.from_statistics(model, other, stored).finalize()
+    named = Recipe.from_preset("NVFP4", ignore=["lm_head"], inputs={"observer": "static_minmax"})
+    expected = observed(model, named).finalize()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name]["global_scale"], values["global_scale"]), name
+
+
+def test_statistics_of_another_model_are_called_that() -> None:
+    stored = observed(llama(), recipe(), range(1)).stored()
+    with pytest.raises(StatisticsError, match=r"of another model.*model\.layers\.0"):
+        Calibration.from_statistics(bert(), Recipe.from_preset("W8A8_STATIC"), stored)

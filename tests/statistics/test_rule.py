@@ -3,7 +3,8 @@
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from hypothesis import given, settings
+from hypothesis import given
+from profiles import examples
 from strategies import batches, observables
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +19,7 @@ from inlay.statistics.value import Statistics
 
 TENSOR = {"num_bits": 8, "strategy": "tensor"}
 BUILT_IN = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse"]
-few = settings(max_examples=12)  # every example is traced twice
+few = examples(12)  # every example is traced twice
 
 
 @Observer.register("test_running_sum")

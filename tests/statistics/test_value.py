@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies import tensors
 
 from inlay.errors import StatisticsError
@@ -20,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PER_TENSOR = {"num_bits": 8, "strategy": "tensor"}
 PER_HEAD = {"num_bits": 8, "strategy": "attn_head"}
 FEATURES = 4
-laws = settings(max_examples=25)
+laws = examples(25)
 
 
 def slot(observer: str, base_name: str = "input") -> Slot:

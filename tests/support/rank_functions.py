@@ -131,3 +131,57 @@ def unknown_operation(_: None) -> None:
         _act_sync_dict = {"bins": dist.ReduceOp.PRODUCT}
 
     sync_observers([Product("input", PER_TENSOR)])
+
+
+def two_layers() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4, bias=False)
+    )
+
+
+def calibrate(argument: tuple[str, Batches]) -> dict[str, Any]:
+    """Calibrate on the batches of this rank; what is stored afterwards, and the scales."""
+    from inlay import Calibration, Recipe
+    from inlay.statistics.on_disk import DataSeen
+
+    observer, batches = argument
+    weights = {"observer": "imatrix_mse", "observer_kwargs": {"strict": True}}
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": observer}, weights=weights)
+    calibration = Calibration(two_layers(), recipe, compiler="eager")
+    for batch in batches:
+        calibration.observe(torch.from_numpy(batch))
+    calibration.data_seen = DataSeen(batches=len(batches), samples=2 * len(batches), tokens=7)
+    qparams = calibration.finalize()
+    stored = calibration.stored()
+    return {
+        "scales": {name: values["scale"].numpy() for name, values in qparams.items()},
+        "stored": {
+            name: {key: tensor.numpy() for key, tensor in known.tensors.items()}
+            | {"seen": int(known.seen), "tokens": int(known.tokens)}
+            for name, known in stored.slots.items()
+        },
+        "shown": {
+            slot.name: calibration.statistics.tokens(slot)
+            for slot in calibration.plan.activation_slots()
+        },
+        "data": (stored.data_seen.batches, stored.data_seen.samples, stored.data_seen.tokens),
+    }
+
+
+def finalize_twice(batches: Batches) -> tuple[str, int]:
+    """A first attempt that is refused, then one that accepts: nothing is counted twice."""
+    from inlay import Calibration, Recipe, StatisticsError
+
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 4), "unused": torch.nn.Linear(4, 4)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"})
+    calibration = Calibration(model, recipe, compiler="eager")
+    for batch in batches:
+        calibration.observe(torch.from_numpy(batch))
+    try:
+        calibration.finalize()
+    except StatisticsError as error:
+        message = str(error)
+    calibration.finalize(accept={"unobserved"})
+    return message, int(calibration.stored().slots["used.input"].tensors["counts"].sum())

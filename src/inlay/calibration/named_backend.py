@@ -108,7 +108,9 @@ def _model_being_run(weights: list[nn.Parameter]) -> nn.Module | None:
     found = None
     frame = inspect.currentframe()
     while frame is not None:
-        own = frame.f_locals.get("self")
+        # Asking for the variables of a frame keeps them alive until it ends; most have no self.
+        has_self = "self" in frame.f_code.co_varnames
+        own = frame.f_locals.get("self") if has_self else None
         wrapped = module_behind(own)
         module = wrapped or own
         if isinstance(module, nn.Module) and module is not found:
