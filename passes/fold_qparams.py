@@ -47,10 +47,10 @@ class FoldQParams(Pass):
         return y                               y = linear(x_q, fc_weight_folded)
                                                return y
 
-    The weight is quantized before, once; a graph never does it per call. Scales and weights are
-    inputs, so that identical blocks share a graph; `inlay.graph.graph.bind` makes them constants.
-    Slots that are quantized dynamically compute their scales in the graph. A slot without qparams
-    is left in full precision.
+    The weight is quantized once, beforehand, never in the graph. Scales and weights are inputs, so
+    that identical blocks share a graph; `inlay.graph.bind` makes them constants. Slots that are
+    quantized dynamically compute their scales in the graph. A slot without qparams stays in full
+    precision.
     """
 
     qparams: Mapping[str, QParamsDict]
@@ -101,7 +101,7 @@ class FoldQParams(Pass):
         changes: Callable[[Node], int],
     ) -> None:
         reader, value = _reader_and_value(gm, node, slot.base_name)
-        # A value that was changed in place since it was quantized has to be quantized again.
+        # A value that was changed in place since it was quantized must be quantized again.
         key = (value, owner if slot.is_observed else key_of(slot.args), changes(value))
         if key not in done or slot.base_name == "output":
             inputs = self._inputs(gm, slot, owner, value)
@@ -142,7 +142,7 @@ class FoldQParams(Pass):
 
 
 def _reader_and_value(gm: GraphModule, node: Node, base_name: str) -> tuple[Node, Node]:
-    """What of an op is quantized, and the node that is to read the quantized value."""
+    """Find the node that will read the quantized value, and the value of the op to quantize."""
     states = attention_states(node)
     if states is None:
         use = weight_use(gm, node)
@@ -153,14 +153,14 @@ def _reader_and_value(gm: GraphModule, node: Node, base_name: str) -> tuple[Node
         return node, use.value
     value, reader = states[base_name], node
     operand = node.args["qkv".index(base_name)]
-    while operand is not value:  # heads are repeated on the way
+    while operand is not value:  # skip the ops that repeat heads
         assert isinstance(operand, Node)
         reader, operand = operand, operand.args[0]
     return reader, value
 
 
 def _as_function(gm: GraphModule, node: Node, pass_name: str) -> Node:
-    """A call of a module, written as the function it is, so that its weight can be replaced."""
+    """Rewrite a call of a module as a call of its function, so that its weight can be replaced."""
     if node.op != "call_module":
         return node
     module = gm.get_submodule(str(node.target))
