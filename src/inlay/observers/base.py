@@ -199,7 +199,7 @@ class Observer(InternalModule, RegistryMixin):
 
     @classmethod
     def load_from_registry(cls, name: str | None, **constructor_kwargs: Any) -> Any:
-        """Create an observer of the class registered as `name`, or the default one if it is None.
+        """Create an observer of the class registered as `name`; None means the default one.
 
         :param constructor_kwargs: `base_name`, `args` and settings of the observer
         """

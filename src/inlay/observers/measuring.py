@@ -36,7 +36,7 @@ class MeasuringObserver(Observer):
         """
 
     def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
-        """Compute the statistics of an input of the module, for observers that `observes_input`.
+        """Compute the statistics of an input of the module, if `observes_input` is true.
 
         :param x: of shape (..., features)
         :param valid: which rows count, of shape (rows,); None if all do

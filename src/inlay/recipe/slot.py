@@ -73,7 +73,7 @@ class Slot:
         return ("scale", "zero_point", "global_scale") if self.is_static else ("global_scale",)
 
     def is_quantized(self, qparams: Mapping[str, Any]) -> bool:
-        """Whether a finalized model quantizes this slot: it has qparams, or needs none."""
+        """Tell whether a finalized model quantizes this slot: it has qparams, or needs none."""
         return not self.is_importance and (self.name in qparams or not self.is_observed)
 
     @property
