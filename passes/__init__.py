@@ -1,4 +1,4 @@
-"""The passes of Inlay: each a function from graph to graph."""
+"""The passes of Inlay, each of which maps a graph to a graph."""
 
 from inlay.graph import Pass, PassResult, Pipeline
 from inlay.passes.annotate import Annotate
@@ -31,18 +31,18 @@ __all__ = [
     "ShareObservers",
 ]
 
-# From a traced graph to one that observes.
+# Turns a traced graph into one that observes.
 PREPARE: tuple[type[Pass], ...] = (
-    InlineCalls,  # first: the others see only ops of the graph itself
+    InlineCalls,  # first: the other passes see only ops of the graph itself
     Annotate,  # matches ops by their weights, which later passes move and replace
     InsertObservers,  # needs the annotations
-    ShareObservers,  # before pruning: what is observed twice is needed twice
-    LeaveOutPadding,  # after sharing: there are fewer observers then; not if padding shall count
-    PruneUnobserved,  # only where no outputs are wanted; leaves nothing dangling in the blocks
-    OutlineRepeats,  # last: the others look at the whole graph
+    ShareObservers,  # before pruning, which keeps all that each observer needs
+    LeaveOutPadding,  # after sharing, which leaves fewer observers; omitted if padding counts
+    PruneUnobserved,  # only if outputs are not wanted; leaves no unused ops in the blocks
+    OutlineRepeats,  # last: the other passes look at the whole graph
 )
 
-# From a graph that observes, not yet pruned or cut, to one that quantizes.
+# Turns a graph that observes, not yet pruned or outlined, into one that quantizes.
 FINALIZE: tuple[type[Pass], ...] = (
     FoldQParams,  # reads from the observers which slots share a scale
     RemoveObservers,

@@ -48,10 +48,10 @@ class FoldQParams(Pass):
         return y                               y = linear(x_q, fc_weight_folded)
                                                return y
 
-    The weight is quantized before, once; a graph never does it per call. Scales and weights are
-    inputs, so that identical blocks share a graph; `inlay.graph.bind` makes them constants.
-    Slots that are quantized dynamically compute their scales in the graph. A slot without qparams
-    is left in full precision.
+    The weight is quantized once, beforehand, never in the graph. Scales and weights are inputs, so
+    that identical blocks share a graph; `inlay.graph.bind` makes them constants. Slots that are
+    quantized dynamically compute their scales in the graph. A slot without qparams stays in full
+    precision.
     """
 
     qparams: Mapping[str, QParamsDict]
@@ -155,7 +155,7 @@ def _value(gm: GraphModule, node: Node, base_name: str) -> Node:
 
 
 def _as_function(gm: GraphModule, node: Node, pass_name: str) -> Node:
-    """A call of a module, written as the function it is, so that its weight can be replaced."""
+    """Rewrite a call of a module as a call of its function, so that its weight can be replaced."""
     if node.op != "call_module":
         return node
     module = gm.get_submodule(str(node.target))

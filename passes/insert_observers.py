@@ -41,9 +41,9 @@ class InsertObservers(Pass):
                                                      y = linear(x, w)
                                                      return y
 
-    The node stands right before the op that reads the value: that is what the op sees, also where
-    the value is changed in place on the way. Outputs are observed right after the op. A weight is
-    the same for every batch; its node marks the place and is run once, at finalize.
+    The node stands right before the op that reads the value, so it sees what the op sees even if
+    the value was changed in place before. Outputs are observed right after the op. A weight is the
+    same for every batch; its node marks the place and runs once, at finalize.
     """
 
     def call(self, gm: GraphModule) -> PassResult:
@@ -78,8 +78,8 @@ class InsertObservers(Pass):
             for slot in observes(node):
                 if annotated.get(slot.name, slot) != slot:
                     raise GraphError(
-                        f"{slot.name} is observed at node {node.name} as another recipe asks; run "
-                        "RemoveObservers before the graph is annotated with this one"
+                        f"{slot.name} is observed at node {node.name} for another recipe; run "
+                        "RemoveObservers before annotating the graph with this one"
                     )
 
     def ensures(self, gm: GraphModule) -> None:
@@ -103,7 +103,7 @@ class InsertObservers(Pass):
             if not isinstance(fake, torch.Tensor):
                 raise GraphError(
                     f"node {value.name}, observed as {slot.name}, has no shape; trace with example "
-                    "inputs or use inlay.graph.propagate_shapes first"
+                    "inputs, or call inlay.graph.propagate_shapes first"
                 )
             target = targets.find(rule, fake)
             inputs = [
@@ -118,7 +118,7 @@ class InsertObservers(Pass):
 
 
 def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
-    """The node that a slot of this op observes."""
+    """Find the node that a slot of this op observes."""
     states = attention_states(node)
     if states is not None:
         return node if base_name == "output" else states.get(base_name)
@@ -129,7 +129,7 @@ def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
         return None if use is None else use.value
     if use.weight_node is not None:
         return use.weight_node
-    target = f"{node.target}.weight"  # the op is a call of the module, which has the weight
+    target = f"{node.target}.weight"  # the op calls the module, which has the weight
     existing: list[Node] = [n for n in gm.graph.find_nodes(op="get_attr") if n.target == target]
     if existing:
         return existing[0]
@@ -139,7 +139,7 @@ def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
 
 
 class _Targets:
-    """Targets of observe nodes. A model repeats its blocks; each kind of slot is traced once."""
+    """Make targets of observe nodes, tracing each kind of slot once: a model repeats its blocks."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Observe] = {}
@@ -155,9 +155,9 @@ def _traced(rule: Rule, value: torch.Tensor) -> Observe:
     try:
         return Observe(rule, rule.specs(value))
     except Exception as error:
-        # Whatever an observer of the user's own does while it is traced: it still works.
+        # A user's own observer may fail in any way while it is traced, and still works untraced.
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
-    # Without the slot's name: the same text for all slots is shown once.
+    # Leave out the slot's name: Python shows the same text for all slots only once.
     warnings.warn(
         f"observer {rule.name} cannot be traced and runs outside the compiled graph: {reason}",
         stacklevel=2,

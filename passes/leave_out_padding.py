@@ -24,8 +24,8 @@ class LeaveOutPadding(Pass):
         y = linear(x, w)                    y = linear(x, w)
         return y                            return y
 
-    A mask has a number for each token of each sequence, zero for padding. A value is matched with
-    it by its shape. A value without tokens, such as what a pooler reads, counts as a whole.
+    A mask has a number for each token of each sequence, zero for padding. A value is matched with a
+    mask by its shape. A value without tokens, such as the input of a pooler, counts as a whole.
     """
 
     def call(self, gm: GraphModule) -> PassResult:
@@ -63,7 +63,7 @@ def _mask_of(node: Node, masks: dict[str, Node]) -> Node | None:
 
 
 def _fits(value: torch.Tensor, mask: torch.Tensor, rule: Rule) -> bool:
-    """Whether the observations in a value are the tokens of the mask, in that order."""
+    """Tell whether the observations in a value are the tokens of the mask, in that order."""
     batch, tokens = mask.shape
     if rule.slot.args.strategy == "token":
         return False
@@ -79,9 +79,9 @@ def _fits(value: torch.Tensor, mask: torch.Tensor, rule: Rule) -> bool:
 
 
 def _warn(rule: Rule) -> None:
-    # Without the slot's name: the same text for all slots is shown once.
+    # Leave out the slot's name: Python shows the same text for all slots only once.
     warnings.warn(
-        f"observer {rule.name} counts the padding of batches: it has no method "
-        "update_statistics_from_valid that leaves it out",
+        f"observer {rule.name} counts the padding of batches; override its method "
+        "update_statistics_from_valid to leave it out",
         stacklevel=2,
     )

@@ -1,4 +1,4 @@
-"""Keep only what statistics depend on."""
+"""Drop all ops that statistics do not depend on."""
 
 from dataclasses import dataclass
 
@@ -20,10 +20,10 @@ class PruneUnobserved(Pass):
         y = linear(x, w)                    return ()
         return y
 
-    Of a language model this drops the head and the last down projection, which may be a good part
-    of the work. Of a graph that observes nothing it leaves nothing. Ops that write to what they are
-    given stay, with all they need: who reads what they wrote cannot be seen from the graph. So do
-    ops that change how others run, such as those that open and close `vmap`.
+    In a language model this drops the head and the last down projection, which may be a good part
+    of the work. A graph that observes nothing is emptied. Ops that write to their inputs stay, with
+    all they need, because the graph does not show who reads the result. Ops that change how others
+    run stay too, such as those that open and close `vmap`.
     """
 
     def call(self, gm: GraphModule) -> PassResult:

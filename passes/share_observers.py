@@ -21,9 +21,9 @@ class ShareObservers(Pass):
         k = linear(x, wk)                   return q, k
         return q, k
 
-    A value that is changed in place between the two is not the same value. Slots that see the same
-    values throughout share: a module that is called a second time, with another value, has
-    statistics of its own.
+    A value that is changed in place between the two is not the same value. Slots share only if they
+    see the same values throughout: a module that is called again with another value keeps its own
+    statistics.
     """
 
     def call(self, gm: GraphModule) -> PassResult:
@@ -52,7 +52,7 @@ _What = tuple[Node, Observe, int]
 
 
 def _what(node: Node, writes: Writes) -> _What:
-    """What a node observes, how, and how often that was changed before."""
+    """Return the value a node observes, its rule, and how often the value was changed before."""
     value = node.args[0]
     assert isinstance(value, Node)
     assert isinstance(node.target, Observe)

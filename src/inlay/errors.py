@@ -11,27 +11,27 @@ __all__ = [
 
 
 class InlayError(Exception):
-    """Anything Inlay refuses to do, with what is wrong and what to do about it."""
+    """Base class of all errors; the message says what is wrong and what to do about it."""
 
 
 class ConfigurationError(InlayError, ValueError):
-    """Something was asked for that does not exist or is out of range."""
+    """A setting names something that does not exist, or is out of range."""
 
 
 class ObservationError(InlayError, ValueError):
-    """A value cannot be observed: its dtype, its rank or its size does not fit the strategy."""
+    """A value cannot be observed: its dtype, rank or size does not fit the strategy."""
 
 
 class StatisticsError(InlayError, RuntimeError, ValueError):
     """Statistics are missing, not finite, or do not fit together.
 
-    A ValueError too, which callers of llm-compressor's observers catch.
+    It is also a ValueError, which callers of llm-compressor's observers catch.
     """
 
 
 class GraphError(InlayError, RuntimeError):
-    """A graph is not what a pass needs or promises."""
+    """A graph violates what a pass requires or ensures."""
 
 
 class CheckpointError(InlayError, OSError):
-    """Something could not be written; what was there before still is."""
+    """A file or folder could not be written; an earlier one in its place is unchanged."""

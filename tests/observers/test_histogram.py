@@ -315,11 +315,11 @@ def test_float64_beyond_float32_is_counted() -> None:
 @pytest.mark.parametrize(
     ("base_name", "fields", "message"),
     [
-        ("weight", {"strategy": "channel"}, "channel; it does with tensor$"),
-        ("input", {"strategy": "token", "dynamic": True}, "token; it does with tensor$"),
-        ("input", {"strategy": "group", "group_size": 4}, "group; it does with tensor$"),
-        ("weight", {"strategy": "attn_head"}, "attn_head; it does with tensor$"),
-        ("k", {"strategy": "group", "group_size": 4}, "tensor, attn_head$"),
+        ("weight", {"strategy": "channel"}, "channel; use tensor$"),
+        ("input", {"strategy": "token", "dynamic": True}, "token; use tensor$"),
+        ("input", {"strategy": "group", "group_size": 4}, "group; use tensor$"),
+        ("weight", {"strategy": "attn_head"}, "attn_head; use tensor$"),
+        ("k", {"strategy": "group", "group_size": 4}, "group; use tensor, attn_head$"),
     ],
 )
 def test_other_strategies_are_refused(base_name: str, fields: dict, message: str) -> None:

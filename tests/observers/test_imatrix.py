@@ -61,7 +61,7 @@ def test_a_module_without_channels_is_left_alone() -> None:
         (torch.full((8,), torch.nan), 1, "not finite"),
         (-torch.ones(8), 1, "negative"),
         (torch.zeros(8), 1, "zero everywhere"),
-        (torch.ones(6), 1, "6 channels, the weight 8"),
+        (torch.ones(6), 1, "6 channels, but the weight has 8"),
     ],
 )
 def test_unusable_importance_falls_back_or_raises(total, seen: int, reason: str) -> None:

@@ -172,10 +172,13 @@ def test_groups_may_name_presets() -> None:
     [
         ("preset: [FP8\n", "not YAML"),
         ("- FP8\n- W8A8\n", "expected a mapping"),
-        ("present: FP8\nignore: []\n", "present, which is not known"),
+        ("present: FP8\nignore: []\n", "unknown entries: present; use only ignore"),
         ("ignore: []\ntargets: []\n", "names no preset"),
         ("s:\n  GPTQModifier:\n    scheme: W4A16\n", "GPTQModifier; only QuantizationModifier"),
-        ("s:\n  QuantizationModifier:\n    shceme: FP8\n", "shceme, which is not known"),
+        (
+            "s:\n  QuantizationModifier:\n    shceme: FP8\n",
+            "unknown entries: shceme; use only config_groups",
+        ),
         ("s:\n  QuantizationModifier:\n    targets: Linear\n", "has no scheme"),
         ("!!python/object/apply:os.getcwd []\n\n", "not YAML"),
     ],
@@ -194,9 +197,9 @@ def test_missing_file() -> None:
     ("fields", "message"),
     [
         ({"targets": ["Linera"]}, r"target Linera matches no module.*Linear \(model"),
-        ({"ignore": ["lm_haed"]}, r"ignore lm_haed matches no module.*did you mean lm_head"),
+        ({"ignore": ["lm_haed"]}, r"ignore lm_haed matches no module.*Did you mean lm_head"),
         ({"targets": ["re:.*proj_q$"]}, "proj_q"),
-        ({"targets": ["LlamaRMSNorm"]}, "is a LlamaRMSNorm; what can be quantized is Linear"),
+        ({"targets": ["LlamaRMSNorm"]}, "is a LlamaRMSNorm; only Linear, Embedding and attention"),
         (
             {"weights": {"group_size": 48}},
             r"does not fit.*q_proj, .*lm_head: 32 columns.*groups of 48",
@@ -224,7 +227,7 @@ def test_an_ignored_name_that_matches_nothing_stays_an_error_beside_a_pattern() 
     recipe = Recipe.from_preset("W8A8", ignore=["lm_haed", "re:.*router$"])
     with (
         pytest.warns(UserWarning, match=r"ignore re:\.\*router\$ matches no module"),
-        pytest.raises(ConfigurationError, match=r"ignore lm_haed matches.*did you mean lm_head"),
+        pytest.raises(ConfigurationError, match=r"ignore lm_haed matches.*Did you mean lm_head"),
     ):
         Plan(llama(), recipe)
 

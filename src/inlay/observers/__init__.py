@@ -1,4 +1,4 @@
-"""Observers: what flows through a slot becomes statistics, and statistics become scales."""
+"""Observers turn observed values into statistics, and statistics into scales."""
 
 from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, default_observer
 from inlay.observers.helpers import (

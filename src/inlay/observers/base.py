@@ -1,4 +1,4 @@
-"""The observer: from what flows through a slot to statistics, from those to scales."""
+"""The base class of observers, which turn values into statistics and statistics into scales."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -23,12 +23,12 @@ MinMaxTuple = tuple[torch.Tensor, torch.Tensor]
 
 
 def default_observer(base_name: str) -> str:
-    """The observer of a value for which nobody names one, as in llm-compressor."""
+    """Name the observer of a value whose recipe names none, as in llm-compressor."""
     return "memoryless_minmax" if base_name == "weight" else "minmax"
 
 
 class QParamsDict(TypedDict, total=False):
-    """What a value is quantized with."""
+    """Parameters that quantize a value."""
 
     scale: torch.Tensor
     zero_point: torch.Tensor
@@ -38,26 +38,25 @@ class QParamsDict(TypedDict, total=False):
 class Observer(InternalModule, RegistryMixin):
     """Base class of all observers of weights, activations and attention states.
 
-    A subclass implements `update_statistics_from_observed`. If its statistics are `min_vals` and
-    `max_vals` that is all; with others it also overrides `get_qparams` and `has_statistics`.
+    A subclass implements `update_statistics_from_observed`. If its statistics are not `min_vals`
+    and `max_vals`, it also overrides `get_qparams` and `has_statistics`.
 
-    :param base_name: what is observed: `weight`, `input`, `output`, `q`, `k` or `v`
-    :param args: how the observed value will be quantized; left as it is
+    :param base_name: the part observed: `weight`, `input`, `output`, `q`, `k` or `v`
+    :param args: how the observed value will be quantized; never modified
     :param observer_kwargs: settings of the observer, on top of `args.observer_kwargs`
     """
 
-    # Statistics that merge over ranks, and how. Those that hold only the last batch are left out.
+    # Maps statistics to the operations that merge them over ranks; last-batch statistics have none.
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
-    # Whether the statistics are the same whatever format the value will be quantized to, so that
-    # they can be asked for another one later.
+    # Whether the statistics are the same for every format, so that another one can be chosen later.
     any_format: ClassVar[bool] = False
 
-    # Settings of built-in observers, checked and set as attributes. An observer of the user's own
-    # reads what it likes from `self.args.observer_kwargs`.
+    # Settings of built-in observers, checked and set as attributes. A user's own observer reads its
+    # settings from `self.args.observer_kwargs`.
     _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
 
-    # Whether `observe_input` wants to see the inputs of the module whose weight is observed.
+    # Whether `observe_input` must see the inputs of the module whose weight is observed.
     observes_input: ClassVar[bool] = False
 
     base_name: str
@@ -72,7 +71,7 @@ class Observer(InternalModule, RegistryMixin):
         self.args = args.model_copy(
             update={"observer_kwargs": {**(args.observer_kwargs or {}), **observer_kwargs}}
         )
-        # The name in errors. Whoever knows the module's name puts it in front.
+        # The name in errors. Callers that know the module's name prepend it.
         self.slot = base_name
         self._fused_observers: set[Observer] = set()
         # Observations since the last synchronization: the weight of this rank in an average.
@@ -83,7 +82,7 @@ class Observer(InternalModule, RegistryMixin):
             type(self).__name__,
             self._kwargs,
             self.args.observer_kwargs,
-            # A subclass inherits the settings and may read others that are not listed.
+            # A subclass that lists no settings inherits them, and may read others.
             closed="_kwargs" in vars(type(self)),
         )
         for attribute, value in settings.items():
@@ -95,19 +94,19 @@ class Observer(InternalModule, RegistryMixin):
 
     @abstractmethod
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        """Take in one observed value.
+        """Update the statistics from one observed value.
 
         :param observed: value of shape (num_observations, *qparam_shape, group_size)
         """
         raise NotImplementedError
 
     def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
-        """Take in those observations that are valid: not the padding of a batch.
+        """Update the statistics from valid observations only, without the padding of a batch.
 
-        Picking them gives a shape that depends on data, which no compiled graph can have. An
-        observer that shall leave out padding there overrides this, with the shape as it is.
+        This default selects them, which gives a data-dependent shape that no compiled graph can
+        have. An observer that leaves out padding there overrides it and keeps the shape.
 
-        :param observed: as above
+        :param observed: as for `update_statistics_from_observed`
         :param valid: of shape (num_observations,), at least one of them true
         """
         self.update_statistics_from_observed(observed[valid])
@@ -130,13 +129,13 @@ class Observer(InternalModule, RegistryMixin):
         """Compute scale, zero point and, for tensor_group, global scale from the statistics.
 
         The global scale covers this observer and those fused with it, which must have observed
-        their values before. The statistics stay, so it can be asked again.
+        their values already. The statistics stay, so this can be called again.
         """
         require_finite(self, ("min_vals", "max_vals"))
         return self._qparams_of(*self._chosen_range(), self.args)
 
     def _chosen_range(self) -> MinMaxTuple:
-        """The range that is quantized: what the statistics say, unless an observer knows better."""
+        """Return the range to quantize: that of the statistics, unless a subclass overrides it."""
         return self.min_vals, self.max_vals
 
     def _qparams_of(
@@ -153,7 +152,7 @@ class Observer(InternalModule, RegistryMixin):
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
 
     def get_global_scale(self) -> torch.Tensor | None:
-        """The scale of scales over this observer and those fused with it, or None."""
+        """Compute the scale of scales over this observer and those fused with it, or None."""
         if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
             return None
         group = [self, *self._fused_observers]
@@ -168,28 +167,28 @@ class Observer(InternalModule, RegistryMixin):
         return _as_tensor(generate_gparam(-absmax.reshape(1), absmax.reshape(1)))
 
     def observe_input(self, x: torch.Tensor) -> None:
-        """Take in an input of the module, for a weight observer that weighs its channels."""
+        """Update the channel weights of a weight observer from an input of its module."""
         raise NotImplementedError
 
     def observe_valid_input(self, x: torch.Tensor, valid: torch.Tensor) -> None:
-        """Take in those rows of an input that are valid; see `update_statistics_from_valid`."""
+        """Observe only the valid rows of an input; see `update_statistics_from_valid`."""
         self.observe_input(x[valid])
 
     def sync_activation_stats(self) -> list[dist.Work]:
         """Start merging the statistics over all ranks, by the operations of `_act_sync_dict`.
 
-        Every rank must call it, also one that saw no data; it ends with the others' statistics.
+        Every rank must call it, even one that saw no data: it receives the others' statistics.
         Weights are the same on all ranks and need no merging.
 
-        :return: handles; the statistics are merged when each has been waited for
+        :return: handles; the statistics are merged once each has been waited for
         """
         return start_sync([self])
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Called when the observer is attached to a module, to register hooks there."""
+        """Register the observer's hooks on the module it is attached to, if it has any."""
 
     def detach(self, module: torch.nn.Module) -> None:
-        """Called before the observer is taken from a module, to remove its hooks."""
+        """Remove the observer's hooks from the module before it is taken from there."""
 
     @staticmethod
     def fuse(observers: Iterable["Observer"]) -> None:
@@ -200,7 +199,7 @@ class Observer(InternalModule, RegistryMixin):
 
     @classmethod
     def load_from_registry(cls, name: str | None, **constructor_kwargs: Any) -> Any:
-        """A new observer of the class registered as `name`; None means the default for its value.
+        """Create an observer of the class registered as `name`; None means the default one.
 
         :param constructor_kwargs: `base_name`, `args` and settings of the observer
         """
@@ -210,8 +209,8 @@ class Observer(InternalModule, RegistryMixin):
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> Any:
-        """The observer class registered as `name`; underscores and dashes are the same."""
-        # The registry would also import "file.py:Class". A recipe is data: it names what is there.
+        """Return the observer class registered as `name`; underscores and dashes are the same."""
+        # The registry would also import "file.py:Class", but a recipe is data and runs no code.
         try:
             if ":" not in name:
                 return super().get_value_from_registry(name)
@@ -219,7 +218,7 @@ class Observer(InternalModule, RegistryMixin):
             pass
         known = ", ".join(sorted(n.replace("-", "_") for n in cls.registered_names()))
         raise ConfigurationError(
-            f"there is no observer {name!r}. Registered are: {known}. Register your own with "
+            f"there is no observer {name!r}. Registered: {known}. Register your own with "
             "@Observer.register(name)"
         )
 
@@ -228,8 +227,8 @@ def require_finite(observer: Observer, statistics: Iterable[str]) -> None:
     """Raise unless the observer has these statistics and all their values are finite."""
     if not observer.has_statistics:
         raise StatisticsError(
-            f"{observer.slot}: no statistics yet; call observer(value) on at least one tensor that "
-            "is not empty before get_qparams()"
+            f"{observer.slot}: no statistics yet; call observer(value) on at least one "
+            "non-empty tensor before get_qparams()"
         )
     for name in statistics:
         values = getattr(observer, name)
@@ -239,7 +238,7 @@ def require_finite(observer: Observer, statistics: Iterable[str]) -> None:
             raise StatisticsError(
                 f"{observer.slot}: statistic {name} is not finite in {int(bad.sum())} of "
                 f"{values.numel()} places (the first is {float(values[where])} at {where}); the "
-                "observed values contained NaN or Inf, look for where they come from"
+                "observed values contained NaN or Inf; find where they come from"
             )
 
 

@@ -1,4 +1,4 @@
-"""Shapes of observed values, and layers whose weights are quantized together."""
+"""Flatten observed values, and fuse layers whose weights are quantized together."""
 
 from collections.abc import Mapping
 
@@ -20,12 +20,12 @@ __all__ = [
     "lerp",
 ]
 
-# vLLM merges these layers into one, which has room for one global scale.
+# vLLM merges these layers into one, which holds one global scale.
 FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
     ("gate_proj", "up_proj"),
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek multi-latent attention
-    ("w1", "w3"),  # experts of Mixtral and its kin
+    ("w1", "w3"),  # experts of Mixtral and similar models
 ]
 
 _OBSERVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -40,7 +40,7 @@ def flatten_for_calibration(
 
     The first dimension counts observations (batch times tokens; 1 for a weight), the middle ones
     are those of the scale, and the last holds the elements that share a scale. Blocks at the edge
-    are filled with zeros, which every range includes anyway.
+    are padded with zeros, which every range includes anyway.
 
     :param value: a weight (rows, columns), an activation (..., features) or an attention state
         (batch, heads, tokens, head size)
@@ -53,7 +53,7 @@ def flatten_for_calibration(
         raise ObservationError(
             f"{base_name}: cannot observe a tensor of dtype {value.dtype}; observers take "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _OBSERVABLE)}, and "
-            "integers as float32"
+            "convert integers to float32"
         )
     if base_name == "weight":
         return _flatten_weight(value, args)
@@ -62,7 +62,7 @@ def flatten_for_calibration(
     if base_name in ("q", "k", "v"):
         return _flatten_attention_state(value, base_name, args)
     raise ObservationError(
-        f"unknown base name {base_name!r}; it is one of weight, input, output, q, k, v"
+        f"unknown base name {base_name!r}; use one of weight, input, output, q, k, v"
     )
 
 
@@ -151,7 +151,7 @@ def _not_applicable(base_name: str, args: QuantizationArgs) -> ObservationError:
         "output": "tensor, token, group, tensor_group",
     }.get(base_name, "tensor, attn_head")
     return ObservationError(
-        f"{base_name}: strategy {_name(args)} does not apply; one of {strategies} does"
+        f"{base_name}: strategy {_name(args)} does not apply; use one of {strategies}"
     )
 
 
@@ -162,9 +162,9 @@ def _name(args: QuantizationArgs) -> str:
 def fuse_weight_observers(model: Module) -> None:
     """Link the weight observers of layers that share a global scale (q/k/v, gate/up).
 
-    A group is linked where its members are quantized as tensor_group (NVFP4). A member that is
-    None, as in attention that takes its values from its keys, is left out. A group of which only
-    some members are quantized so, or with other formats, is refused.
+    Groups are linked if their members are quantized as tensor_group (NVFP4). Members that are None
+    are left out, as in attention that takes its values from its keys. A group is refused if only
+    some members are quantized that way, or if their formats differ.
 
     :param model: model whose layers carry a `weight_observer`
     """
@@ -187,18 +187,18 @@ def fuse_weight_observers(model: Module) -> None:
             if problem is not None:
                 raise ConfigurationError(
                     f"{name or 'the model'}: {', '.join(observers)} share one global scale and "
-                    f"must be quantized alike, but are ({problem}); target all of them or ignore "
-                    "all"
+                    f"must be quantized alike, but differ ({problem}); target or ignore all of "
+                    "them"
                 )
             Observer.fuse(observer for observer in observers.values() if observer is not None)
 
 
 def fusion_problem(members: Mapping[str, QuantizationArgs | None]) -> str | None:
-    """How layers that must share a global scale differ, if they do.
+    """Describe how the formats of layers that must share a global scale differ, if they do.
 
-    How their ranges are found may differ.
+    Their observers may differ.
 
-    :param members: names of the layers, with how their weights are quantized, if they are
+    :param members: maps names of layers to how their weights are quantized; None if they are not
     """
     formats = {member: _fused_format(args) for member, args in members.items()}
     if len(set(formats.values())) == 1:
@@ -220,16 +220,16 @@ def _fused_format(args: QuantizationArgs | None) -> str:
 
 
 def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
-    """Move from `start` to `end` by `weight`, for dtypes that `torch.lerp` does not take."""
+    """Move from `start` to `end` by `weight`, also for dtypes that `torch.lerp` rejects."""
     return as_stored(as_stored(start * (1.0 - weight)) + as_stored(end * weight))
 
 
 def as_stored(value: torch.Tensor) -> torch.Tensor:
-    """The value, rounded to its dtype also where a compiler would not round it.
+    """Round a value to its dtype even where a compiler would not round it.
 
     Inductor computes bfloat16 in float32 and rounds only what it stores, so a moving average would
-    differ from the eager one. It cannot see through arithmetic on the bits. In eager mode they are
-    rounded already, and this changes nothing.
+    differ from the eager one. It cannot remove rounding done by arithmetic on the bits. In eager
+    mode values are rounded already, and this changes nothing.
     """
     if value.dtype != torch.bfloat16:
         return value

@@ -1,4 +1,4 @@
-"""The observer that counts first and decides later."""
+"""The histogram observer, which counts values first and chooses the range later."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from inlay.ranges.padding import as_weights
 
 __all__ = ["HistogramObserver"]
 
-# How the range is chosen; may be asked differently later.
+# Settings that choose the range; `HistogramObserver.range` can override them later.
 _CHOICE: tuple[Kwarg, ...] = (
     one_of("method", "mse", ("mse", "percentile", "entropy", "minmax")),
     percent("percentile", 99.99),
@@ -32,17 +32,17 @@ _ATTENTION = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
 @Observer.register("histogram")
 class HistogramObserver(StaticMinMaxObserver):
-    """A histogram of all observed values, from which the range is chosen when it is asked for.
+    """The range chosen from a histogram of all observed values, when it is asked for.
 
-    Bins are made of sign, exponent and `mantissa_bits` of the number, so nothing need be known
-    beforehand, and neither order nor distribution over ranks matters. They take 1 KiB times two to
-    the power of `mantissa_bits`: 256 KiB for each tensor or head. `method` says what the range is,
-    always inside the exact extremes:
+    Bins are made of sign, exponent and `mantissa_bits` of the number, so they need no knowledge of
+    the data, and neither order nor distribution over ranks matters. They take 1 KiB times two to
+    the power of `mantissa_bits`: by default 256 KiB for each tensor or head. `method` chooses the
+    range, always inside the exact extremes:
 
-    - `mse`: the one with the smallest sum of `|quantized - observed| ** norm`
-    - `percentile`: what `percentile` per cent of the values are in: of their magnitudes if the
-      quantization is symmetric, else with as many left out at either end
-    - `entropy`: the one whose quantized distribution diverges least, as in TensorRT
+    - `mse`: the range with the smallest sum of `|quantized - observed| ** norm`
+    - `percentile`: the range that holds `percentile` per cent of the values, by magnitude if the
+      quantization is symmetric, else leaving out as many at either end
+    - `entropy`: the range whose quantized distribution diverges least, as in TensorRT
     - `minmax`: the extremes
 
     `mse` and `entropy` try `grid` thresholds, then half as many around the best one.
@@ -64,7 +64,7 @@ class HistogramObserver(StaticMinMaxObserver):
         if self.args.strategy not in strategies:
             raise ConfigurationError(
                 f"{base_name}: histogram does not work with strategy {_name(self.args.strategy)}; "
-                f"it does with {', '.join(map(_name, strategies))}"
+                f"use {', '.join(map(_name, strategies))}"
             )
 
     @property
@@ -85,16 +85,16 @@ class HistogramObserver(StaticMinMaxObserver):
             return self.bins.count(as_stored(observed))
         rows = as_weights(valid, observed) > 0
         counts = self.bins.count(torch.where(rows, as_stored(observed), 0))
-        # What is not valid was counted as zero, whose bin is the first one.
+        # Invalid values were counted as zero, whose bin is the first; take them out again.
         zeros = torch.arange(self.bins.size, device=observed.device) == 0
         return counts - zeros * ((~valid).sum() * observed.size(-1))
 
     @torch.no_grad()
     def range(self, args: QuantizationArgs | None = None, **settings: Any) -> MinMaxTuple:
-        """The range for other arguments, or by another method, from the same statistics.
+        """Choose the range, optionally for other arguments or by another method.
 
-        :param args: how the values will be quantized; those of the observer if not given
-        :param settings: `method`, `percentile`, `norm` or `grid`, where they shall be others
+        :param args: how the values will be quantized; None for the observer's own arguments
+        :param settings: `method`, `percentile`, `norm` or `grid`, to override the observer's own
         """
         args = self._require_same_strategy(args)
         choice = self._choice(settings)
@@ -115,7 +115,7 @@ class HistogramObserver(StaticMinMaxObserver):
 
     @torch.no_grad()
     def requantize(self, args: QuantizationArgs | None = None, **settings: Any) -> QParamsDict:
-        """What `get_qparams` would say with other arguments or settings; see `range`."""
+        """Compute the qparams for other arguments or settings; see `range`."""
         args = self._require_same_strategy(args)
         return self._qparams_of(*self.range(args, **settings), args)
 
@@ -132,7 +132,7 @@ class HistogramObserver(StaticMinMaxObserver):
         if args.strategy != self.args.strategy:
             raise ConfigurationError(
                 f"{self.slot}: values were counted for strategy {_name(self.args.strategy)} and "
-                f"cannot be quantized with {_name(args.strategy)}; observe them again for that"
+                f"cannot be quantized with {_name(args.strategy)}; observe them again for it"
             )
         return args
 

@@ -1,4 +1,4 @@
-"""The range search weighted by how much each input channel matters."""
+"""The imatrix observer, which weighs the range search by the importance of input channels."""
 
 import math
 import warnings
@@ -31,12 +31,12 @@ _STRATEGIES = (
 class IMatrixMSEObserver(MeasuringObserver):
     """The range of a weight with the smallest error, weighted by E[x²] of its input channels.
 
-    `attach` puts a hook on a Linear module that sums x² while data flows through it. The sums
-    serve this observer, and after `detach` they wait on the module for the next one's `attach`,
-    so that they can be gathered in one pass and used in another.
+    `attach` puts a hook on a Linear module that sums x² while data flows through it. This observer
+    uses the sums, and `detach` leaves them on the module for the next observer's `attach`, so that
+    one pass can gather them and another one use them.
 
     Without usable importance, or for values and strategies that have none, the search is uniform
-    and a warning says why; with `strict` it is an error.
+    and a warning says why; with `strict` an error is raised instead.
     """
 
     _act_sync_dict = {"_imatrix_sum": dist.ReduceOp.SUM, "_imatrix_count": dist.ReduceOp.SUM}
@@ -74,8 +74,8 @@ class IMatrixMSEObserver(MeasuringObserver):
         )
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Take over sums that wait on the module, or start summing x² there."""
-        owner: Any = module  # attributes of its own that torch knows nothing of
+        """Take over sums left on the module, or start summing x² there."""
+        owner: Any = module  # Any, for attributes that nn.Module does not declare
         self._synced.clear()
         if hasattr(owner, "_imatrix_sum"):
             self._imatrix_sum, self._imatrix_count = owner._imatrix_sum, owner._imatrix_count
@@ -89,7 +89,7 @@ class IMatrixMSEObserver(MeasuringObserver):
         owner._imatrix_hook = module.register_forward_pre_hook(self._accumulate, with_kwargs=True)
 
     def detach(self, module: torch.nn.Module) -> None:
-        """Stop summing. The sums stay on the module for the next observer to take over."""
+        """Stop summing, and leave the sums on the module for the next observer to take over."""
         owner: Any = module
         if hasattr(owner, "_imatrix_hook") and self._imatrix_sum is not None:
             owner._imatrix_hook.remove()
@@ -97,7 +97,7 @@ class IMatrixMSEObserver(MeasuringObserver):
             self._share(owner, self._imatrix_sum, self._imatrix_count)
 
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
-        """Search the range of a weight, with the importance gathered so far."""
+        """Search the range of a weight, using the importance gathered so far."""
         if valid is not None:
             observed = observed[valid]
         found = self.search(observed, self._importance(observed))
@@ -115,7 +115,7 @@ class IMatrixMSEObserver(MeasuringObserver):
         }
 
     def follow(self, before: Mapping[str, torch.Tensor], measured: Tensors) -> Tensors:
-        # Sums may have been gathered on another device than the one the model is on now.
+        # The model may have moved to another device since the sums were gathered.
         moved = {name: before[name].to(value.device) for name, value in measured.items()}
         return super().follow(moved, measured)
 
@@ -130,12 +130,12 @@ class IMatrixMSEObserver(MeasuringObserver):
             self._share(module, self._imatrix_sum, self._imatrix_count)
 
     def _share(self, module: Any, total: torch.Tensor | None, seen: torch.Tensor) -> None:
-        """Keep the sums here and on the module: the same tensors, for one pass or two."""
+        """Keep the same sums here and on the module, for use in this pass or a later one."""
         self._imatrix_sum, self._imatrix_count = total, seen
         module._imatrix_sum, module._imatrix_count = total, seen
 
     def _importance(self, observed: torch.Tensor) -> torch.Tensor | None:
-        """Importance of every element with mean 1, in the shape of `observed`, or None."""
+        """Compute the importance of each element, of mean 1 and shaped as `observed`, or None."""
         problem = self._problem(observed)
         if problem is not None:
             self._fall_back(problem)
@@ -147,7 +147,7 @@ class IMatrixMSEObserver(MeasuringObserver):
         return flatten_for_calibration(per_row, self.base_name, self.args)
 
     def _problem(self, observed: torch.Tensor) -> str | None:
-        """Why the importance cannot be used, if it cannot."""
+        """Explain why the importance cannot be used; return None if it can."""
         if self.base_name != "weight":
             return "only weights have importance"
         if self.args.strategy not in _STRATEGIES:
@@ -162,7 +162,10 @@ class IMatrixMSEObserver(MeasuringObserver):
             return "the importance is zero everywhere"
         columns = math.prod(observed.shape[2:])
         if self._imatrix_sum.numel() != columns:
-            return f"the importance has {self._imatrix_sum.numel()} channels, the weight {columns}"
+            return (
+                f"the importance has {self._imatrix_sum.numel()} channels, but the weight has "
+                f"{columns}"
+            )
         return None
 
     def _fall_back(self, problem: str) -> None:
@@ -173,7 +176,7 @@ class IMatrixMSEObserver(MeasuringObserver):
             )
         if problem not in self._warned:
             self._warned.add(problem)
-            # Without the slot's name: the same text for all slots is shown once.
+            # Leave out the slot's name: Python shows the same text for all slots only once.
             warnings.warn(
                 f"imatrix_mse searches without importance: {problem}; strict=True makes this an "
                 "error",

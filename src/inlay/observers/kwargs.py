@@ -1,4 +1,4 @@
-"""What `observer_kwargs` an observer takes, and which values."""
+"""Declare and check the `observer_kwargs` of observers."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -24,13 +24,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Kwarg:
-    """One entry of `observer_kwargs`: its default, and in words and code what it may be."""
+    """One entry of `observer_kwargs`: its default, and its allowed values in words and code."""
 
     name: str
     default: Any
     allowed: str
     accepts: Callable[[Any], bool]
-    attribute: str | None = None  # where the observer keeps the value, if not under its name
+    attribute: str | None = None  # the observer's attribute, if not called `name`
 
     def __str__(self) -> str:
         return f"{self.name} ({self.allowed}; default {self.default})"
@@ -39,9 +39,9 @@ class Kwarg:
 def read_kwargs(
     owner: str, kwargs: Iterable[Kwarg], given: Mapping[str, Any], *, closed: bool
 ) -> dict[str, Any]:
-    """Values of all `kwargs` by attribute, as given or by default.
+    """Collect the values of all `kwargs` by attribute, as given or by default.
 
-    :param owner: observer named in errors
+    :param owner: the observer to name in errors
     :param closed: refuse names in `given` that are not among `kwargs`
     """
     known = {kwarg.name: kwarg for kwarg in kwargs}

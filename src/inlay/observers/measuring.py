@@ -1,4 +1,4 @@
-"""Observers whose statistics are values: measured from one tensor alone, then merged."""
+"""Observers that measure each value alone, then merge the result into their statistics."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -20,23 +20,23 @@ _IN_ORDER: dict[Reduction, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 class MeasuringObserver(Observer):
-    """An observer that can say what a value alone has to say, and how that follows what was before.
+    """An observer that measures each value alone and merges the result into its statistics.
 
-    A subclass implements `measure`. What it measures is merged by the operations of
-    `_act_sync_dict`; a statistic without an operation is that of the last value. One that is
-    neither, such as a moving average, overrides `follow`.
+    A subclass implements `measure`. The operations of `_act_sync_dict` merge its results; a
+    statistic without an operation is that of the last value. A subclass that merges in another
+    way, such as a moving average, overrides `follow`.
     """
 
     @abstractmethod
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
-        """Compute the statistics of a value alone. The observer does not change.
+        """Compute the statistics of a value alone, without changing the observer.
 
         :param observed: value of shape (num_observations, *qparam_shape, group_size)
         :param valid: which observations count, of shape (num_observations,); None if all do
         """
 
     def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
-        """Compute what an input of the module says about its weight, if `observes_input`.
+        """Compute the statistics of an input of the module, if `observes_input` is true.
 
         :param x: of shape (..., features)
         :param valid: which rows count, of shape (rows,); None if all do
@@ -53,7 +53,7 @@ class MeasuringObserver(Observer):
 
     @classmethod
     def reduction(cls, name: str) -> Reduction | None:
-        """How a statistic is merged over sources; None if it is that of the last value only."""
+        """Return how a statistic merges over sources; None if it is that of the last value only."""
         operation = cls._act_sync_dict.get(name)
         return None if operation is None else reduction_of(operation, f"{cls.__name__}.{name}")
 

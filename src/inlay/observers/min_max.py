@@ -1,4 +1,4 @@
-"""Observers whose range is the smallest and the largest value."""
+"""Observers whose range goes from the smallest to the largest value."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -41,17 +41,17 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
 
 
 class MovingAverage(MeasuringObserver):
-    """Moves its range towards that of each new value by a constant fraction.
+    """An observer that moves its range towards that of each new value by a constant fraction.
 
-    The first value is taken as it is. So the order of values matters: the latest of `n` weighs
-    `c`, the one before it `c (1 - c)`, and the first `(1 - c) ** (n - 1)`.
+    The first value sets the range. So the order of values matters: the latest of `n` weighs `c`,
+    the one before it `c (1 - c)`, and the first `(1 - c) ** (n - 1)`.
     """
 
     _act_sync_dict = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}
     avg_constant: float
 
     def follow(self, before: Mapping[str, torch.Tensor], measured: Tensors) -> Tensors:
-        # A constant of 1 forgets the past, which may be infinite: 0 * inf would not.
+        # A constant of 1 forgets the past, but if that is infinite, 0 * inf gives NaN.
         if self.avg_constant == 1.0:
             return measured
         return {

@@ -1,4 +1,4 @@
-"""Observers whose range is the part of the observed one that loses least."""
+"""Observers whose range is the part of the observed range that loses least."""
 
 import torch
 
@@ -43,7 +43,7 @@ class MemorylessMSEObserver(MeasuringObserver):
             args=self.args,
             shrinks=shrink_factors(int(self.maxshrink * self.grid), self.grid),
             norm=self.norm,
-            # A patience of 0 stops at the first step that brings nothing, as 1 does.
+            # A patience of 0 stops at the first step without improvement, as 1 does.
             patience=max(1, self.patience),
             expand=self.expand,
         )
@@ -62,5 +62,5 @@ class MovingAverageMSEObserver(MovingAverage, MemorylessMSEObserver):
 
 
 def shrink_factors(steps: int, grid: float) -> tuple[float, ...]:
-    """Factors of `steps` candidates, each smaller than the one before by `1 / grid`."""
+    """Return the factors of `steps` candidates, each smaller than the last by `1 / grid`."""
     return tuple(1 - step / grid for step in range(steps))

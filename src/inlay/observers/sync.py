@@ -18,15 +18,15 @@ __all__ = ["start_sync", "sync_observers"]
 def sync_observers(observers: Iterable["Observer"]) -> None:
     """Merge the statistics of many observers over all ranks, and wait until it is done.
 
-    Call it on every rank with the same observers in the same order. Without a process group there
-    is nothing to merge. Averages weigh a rank by the values it observed since the last call.
+    Call it on every rank with the same observers in the same order. Without a process group it
+    does nothing. Averages weigh each rank by the number of values it observed since the last call.
     """
     for work in start_sync(observers):
         work.wait()
 
 
 def start_sync(observers: Iterable["Observer"]) -> list[dist.Work]:
-    """Start merging; the statistics are merged when each handle has been waited for."""
+    """Start merging; the statistics are merged once each handle has been waited for."""
     if not have_ranks():
         return []
     observers = list(observers)
@@ -47,14 +47,14 @@ def _entry(observer: "Observer", name: str, operation: Any) -> Entry:
     value = value if isinstance(value, torch.Tensor) else None
     base = observer._synced.get(name) if reduction is SUM else None
     if value is not None and base is not None:
-        value = value - base.to(value)  # what was merged before must not be counted again
+        value = value - base.to(value)  # do not count again what was merged before
     first_time = name not in observer._synced
     return Entry(
         name=f"{observer.slot}.{name}",
         kind=f"{type(observer).__name__}.{name}",
         reduction=reduction,
         value=value,
-        # Statistics set without `forward` were never counted; they count once.
+        # Statistics set without `forward` were never counted; count them once.
         weight=observer._unsynced_observations or int(first_time),
         deliver=_delivery(observer, name, base),
     )

@@ -1,3 +1,3 @@
-"""How a range is found: searches over candidates, histograms, and the arithmetic behind them."""
+"""Find ranges: searches over candidates, histograms, and the arithmetic behind them."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""All candidates of a range search in one expression, and the choice among them."""
+"""Evaluate all candidates of a range search in one expression, and choose among them."""
 
 import contextlib
 from typing import NamedTuple
@@ -35,9 +35,9 @@ class Candidates(NamedTuple):
     """Qparams of all candidates of each group, of shape (*qparam_shape, candidates, 1)."""
 
     scale: torch.Tensor
-    # A product is three times as fast as a quotient, and differs from it only where a value lies
-    # halfway between two numbers of the format: either of them is as good. Half precision, where
-    # the quotient is rounded first, takes the quotient.
+    # Multiplying is three times as fast as dividing. The results differ only where a value lies
+    # halfway between two numbers of the format, and either number is as good. None for half
+    # precision, which divides because the quotient is rounded first.
     inverse: torch.Tensor | None
     zero_point: torch.Tensor | None
 
@@ -51,15 +51,18 @@ def errors_of(
     norm: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The errors of all candidates for values that came in `dtype`, in a last dimension."""
+    """Compute the errors of all candidates, along the last dimension.
+
+    :param dtype: dtype of the values before they were widened
+    """
     wide = observed.to(error_dtype(observed)).unsqueeze(-2)
     scale, inverse, zero_point = candidates
     quantized = quantize_dequantize(wide, scale, zero_point, args, dtype, inverse=inverse)
     error = absolute_power(quantized - wide, norm)
     if importance is not None:
         error = error * importance.unsqueeze(-2)
-    # Observation by observation, so that it does not depend on the number of threads how a long
-    # sum is divided; what the many sums are added up in must not lose what tells them apart.
+    # Sum each observation by itself, so that the number of threads does not decide how a long sum
+    # is divided. Add up the many sums in float64, which keeps small differences between candidates.
     errors = error.sum(-1)
     one = observed.shape[0] == 1
     errors = errors.squeeze(0) if one else errors.sum(0, dtype=torch.float64).to(wide.dtype)
@@ -76,7 +79,7 @@ def full_range(observed: torch.Tensor, expand: float) -> Range:
 def candidates(
     low: torch.Tensor, high: torch.Tensor, shrinks: torch.Tensor, args: QuantizationArgs
 ) -> Candidates:
-    """Qparams of all candidates, ready to be used with the elements of the groups."""
+    """Compute the qparams of all candidates, shaped to broadcast over the elements of groups."""
     dtype = error_dtype(low)
     with EagerRounding() if is_traced(low) else contextlib.nullcontext():
         lows, highs = (times(end.unsqueeze(-1), shrinks) for end in (low, high))
@@ -90,20 +93,20 @@ def candidates(
 
 
 def times(value: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
-    """The product, rounded to the dtype of the value as eager PyTorch does for a plain number."""
+    """Multiply, rounding to the dtype of the value as eager PyTorch does for a plain number."""
     wide = value.to(error_dtype(value)) * factor
     return as_rounded(wide, value.dtype).to(value.dtype)
 
 
 def improving(errors: torch.Tensor) -> torch.Tensor:
-    """Which candidates are better for some group than all candidates before them."""
+    """Mark the candidates that are better for some group than all candidates before them."""
     best_so_far = errors.cummin(-1).values
     best_before = torch.nn.functional.pad(best_so_far[..., :-1], (1, 0), value=torch.inf)
     return (errors < best_before).flatten(0, -2).any(0)
 
 
 def tried_of(improving: torch.Tensor, patience: int | None) -> torch.Tensor:
-    """Which candidates are tried before patience runs out."""
+    """Mark the candidates that are tried before patience runs out."""
     order = torch.arange(improving.shape[0], device=improving.device)
     if patience is None:
         return order >= 0
@@ -114,7 +117,7 @@ def tried_of(improving: torch.Tensor, patience: int | None) -> torch.Tensor:
 
 
 def first_best(errors: torch.Tensor) -> torch.Tensor:
-    """The first of the best candidates of each group, or -1 where no error is finite."""
+    """Find the first of the best candidates of each group, or -1 where no error is finite."""
     least, best = errors.min(-1)
     return torch.where(least < torch.inf, best, -1)
 
@@ -122,7 +125,7 @@ def first_best(errors: torch.Tensor) -> torch.Tensor:
 def select(
     low: torch.Tensor, high: torch.Tensor, shrinks: torch.Tensor, best: torch.Tensor
 ) -> Range:
-    """The range of the best candidate, or the full one where no error was finite: best is -1."""
+    """Return the range of the best candidate, or the full range where `best` is -1."""
     factor = torch.where(best < 0, 1.0, shrinks[best.clamp(min=0)])
     return times(low, factor), times(high, factor)
 
@@ -142,5 +145,5 @@ def error_dtype(observed: torch.Tensor) -> torch.dtype:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether there is no value behind the tensor, or one that must not be looked at."""
+    """Tell whether the tensor has no value, or one that must not be read."""
     return type(tensor) is not torch.Tensor or torch.compiler.is_compiling() or is_proxied()

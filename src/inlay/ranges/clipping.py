@@ -1,4 +1,4 @@
-"""Clipping: which range inside the extremes loses least, judged from a histogram."""
+"""Clipping: find the range inside the extremes that loses least, judged from a histogram."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from inlay.ranges.search import RangeSearch
 
 __all__ = ["ClipSearch", "Loss", "Range", "clip", "divergence", "quantization_error"]
 
-# Losses of ranges: from minimum and maximum of shape (candidates, *qparam_shape) to that shape.
+# Maps minimum and maximum, of shape (candidates, *qparam_shape), to losses of that shape.
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Range = tuple[torch.Tensor, torch.Tensor]
 
-_AT_ONCE = 1 << 20  # numbers looked at together, which bounds the memory
+_AT_ONCE = 1 << 20  # numbers processed together, to bound memory
 _LINEAR_BINS = 2048
-_UNLIKELY = 1e-9  # instead of a probability of zero, which has no logarithm
+_UNLIKELY = 1e-9  # replaces a probability of zero, which has no logarithm
 
 
 def clip(
     min_vals: torch.Tensor, max_vals: torch.Tensor, below: torch.Tensor, above: torch.Tensor
 ) -> Range:
-    """The part of a range that is at most `below` under zero and `above` over it."""
+    """Cut a range to at most `below` under zero and `above` over it."""
     low = torch.clamp(-below.to(min_vals.dtype), min_vals, max_vals)
     high = torch.clamp(above.to(max_vals.dtype), min_vals, max_vals)
     return low, high
@@ -33,7 +33,7 @@ def clip(
 
 @dataclass(frozen=True)
 class _Found:
-    """The best thresholds so far, and what they lose."""
+    """The best thresholds so far, and their loss."""
 
     below: torch.Tensor
     above: torch.Tensor
@@ -44,13 +44,13 @@ class _Found:
 class ClipSearch:
     """A search for the range with the smallest loss, first coarse, then fine.
 
-    Candidates are evenly spaced on a logarithmic scale, from the extremes down to the magnitude
-    that one value in a hundred is below. A symmetric range has one threshold. Another has two,
-    which take turns: one is searched while the other stays.
+    Candidates are evenly spaced on a logarithmic scale, from the extremes down to the first
+    percentile of the nonzero magnitudes. A symmetric range has one threshold. An asymmetric range
+    has two, searched in turns: one moves while the other stays.
 
-    :param histogram: what was observed
-    :param loss: what shall be small
-    :param symmetric: whether one threshold is enough
+    :param histogram: the observed values
+    :param loss: the function to minimize
+    :param symmetric: whether one threshold serves both ends
     :param grid: number of candidates of a coarse search; a fine one has half as many
     """
 
@@ -78,7 +78,7 @@ class ClipSearch:
         return clip(of.min_vals, of.max_vals, found.below, found.above)
 
     def _floor(self, widest: torch.Tensor) -> torch.Tensor:
-        """The smallest threshold worth trying."""
+        """Return the smallest threshold worth trying."""
         nonzero = self.histogram.without_zeros()
         if nonzero.mass.size(-1) == 0:
             return widest.clamp(min=torch.finfo(torch.float32).tiny)
@@ -101,15 +101,15 @@ class ClipSearch:
         return found
 
     def _around(self, threshold: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Candidates between the neighbours that a threshold had in the coarse search."""
+        """Space candidates between the neighbours of a threshold in the coarse search."""
         return _geometric(threshold * step, threshold / step, max(3, self.grid // 2))
 
     def _better(self, found: _Found, below: torch.Tensor, above: torch.Tensor) -> _Found:
-        """The best of what was found and of the candidates, for each group by itself."""
+        """Keep what was found or the best candidate, whichever loses less, for each group."""
         below, above = below + torch.zeros_like(above), above + torch.zeros_like(below)
         of = self.histogram
         losses = self.loss(*clip(of.min_vals, of.max_vals, below, above))
-        # An error that overflowed is no reason to choose a range.
+        # Never choose a candidate whose error overflowed.
         losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
         loss, best = losses.min(dim=0)
         better = loss < found.loss
@@ -121,9 +121,9 @@ class ClipSearch:
 
 
 def quantization_error(histogram: Histogram, args: QuantizationArgs, norm: float) -> Loss:
-    """The loss: the sum over all values of |quantized - observed| ** norm."""
+    """Make the loss that sums |quantized - observed| ** norm over all values."""
     values, weights = histogram.points()
-    # One axis for observations, as in an observed value, and one for candidates.
+    # Add an axis for observations, as in an observed value, and one for candidates.
     values, weights = values[None, None], weights[None, None].float()
     error = RangeSearch(args=args, shrinks=(), norm=norm).error
 
@@ -134,11 +134,11 @@ def quantization_error(histogram: Histogram, args: QuantizationArgs, norm: float
 
 
 def divergence(histogram: Histogram, args: QuantizationArgs) -> Loss:
-    """The loss: the Kullback-Leibler divergence of what quantizing makes of the distribution.
+    """Make the loss that is the Kullback-Leibler divergence caused by quantizing.
 
-    As in TensorRT, the reference has the clipped values at its ends, and its quantized form, where
-    the values of a quantization step are spread evenly over the places that had any, has not.
-    Zeros are left out: every range has an exact zero, and they would outweigh all else.
+    As in TensorRT, the reference holds the clipped values at its ends. Its quantized form does not,
+    and spreads the values of a quantization step evenly over the places that had any. Zeros are
+    left out: every range represents zero exactly, and they would outweigh all other values.
     """
     histogram = histogram.without_zeros()
     if histogram.mass.size(-1) == 0:
@@ -160,7 +160,7 @@ def divergence(histogram: Histogram, args: QuantizationArgs) -> Loss:
 def _steps(
     values: torch.Tensor, low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs
 ) -> torch.Tensor:
-    """Numbers of the quantized values that rising values become."""
+    """Number the quantization steps that rising values fall into."""
     scale, zero_point = qparams_of_range(low, high, args)
     per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
     quantized = fake_quantize(
@@ -171,7 +171,7 @@ def _steps(
 
 
 def _spread_evenly(mass: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Share the mass of each step among those of its places that have any."""
+    """Share the mass of each step evenly among its occupied places."""
     occupied = (mass > 0).to(mass.dtype)
     of_step = torch.zeros_like(mass).scatter_add_(-1, steps, mass)
     places = torch.zeros_like(mass).scatter_add_(-1, steps, occupied)
@@ -184,7 +184,7 @@ def _kl(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _in_parts(loss: Loss, numbers: int) -> Loss:
-    """The same loss, for a few candidates at a time."""
+    """Compute the same loss for a few candidates at a time."""
     at_once = max(1, _AT_ONCE // max(1, numbers))
 
     def in_parts(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -195,14 +195,14 @@ def _in_parts(loss: Loss, numbers: int) -> Loss:
 
 
 def _geometric(start: torch.Tensor, end: torch.Tensor, count: int) -> torch.Tensor:
-    """Numbers from `start` to `end` along a new first dimension, each by the same factor."""
+    """Space numbers by equal factors from `start` to `end`, along a new first dimension."""
     tiny = torch.finfo(torch.float32).tiny
     logs = _linear(start.clamp(min=tiny).log(), end.clamp(min=tiny).log(), count)
     return logs.exp().movedim(-1, 0)
 
 
 def _linear(start: torch.Tensor, end: torch.Tensor, count: int) -> torch.Tensor:
-    """Numbers from `start` to `end` along a new last dimension, evenly spaced."""
+    """Space numbers evenly from `start` to `end`, along a new last dimension."""
     steps = torch.linspace(0, 1, count, dtype=start.dtype, device=start.device)
     return torch.lerp(start.unsqueeze(-1), end.unsqueeze(-1), steps)
 

@@ -1,7 +1,7 @@
-"""Histograms whose bins are parts of the floating-point number itself.
+"""Histograms whose bins are given by the bits of a floating-point number.
 
-A bin is a sign, an exponent and the leading bits of the mantissa. Every value has its bin before
-any data is seen, all bins of an octave are equally wide, and two histograms add up.
+A bin is a sign, an exponent and the leading bits of the mantissa. So bins are fixed before any
+data is seen, all bins of an octave are equally wide, and histograms can be added.
 """
 
 import math
@@ -22,8 +22,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class FloatBins:
     """Bins of float32 by sign, exponent and `mantissa_bits` leading bits of the mantissa.
 
-    What is smaller than 2 ** -32 shares a bin with zero and counts as zero. What is larger than
-    2 ** 32 shares the last bin of its sign, as do NaN and Inf. Other dtypes are converted first.
+    Magnitudes below 2 ** -32 share a bin with zero and count as zero. Magnitudes above 2 ** 32
+    share the last bin of their sign, as do NaN and Inf. Other dtypes are converted first.
     """
 
     mantissa_bits: int
@@ -45,14 +45,14 @@ class FloatBins:
         return _SMALLEST << self.mantissa_bits
 
     def index(self, values: torch.Tensor) -> torch.Tensor:
-        """The bin of each value: zero first, then by magnitude, and negative ones after all."""
+        """Find the bin of each value: zero first, then by magnitude, then negatives likewise."""
         bits = values.to(torch.float32).view(torch.int32)
         magnitude = ((bits & 0x7FFFFFFF) >> self._shift) - self._offset
-        negative = (bits >> 31) & self.per_sign  # the shift fills the number with the sign
+        negative = (bits >> 31) & self.per_sign  # the shift copies the sign to all bits
         return magnitude.clamp(0, self.per_sign - 1) + negative
 
     def count(self, observed: torch.Tensor) -> torch.Tensor:
-        """How many values of each group are in each bin.
+        """Count the values of each group in each bin.
 
         :param observed: values of shape (num_observations, *qparam_shape, group_size)
         :return: int64 of shape (*qparam_shape, size)
@@ -60,14 +60,14 @@ class FloatBins:
         shape = observed.shape[1:-1]
         groups = math.prod(shape)
         index = self.index(observed)
-        if groups > 1:  # every group has bins of its own, one behind the other
+        if groups > 1:  # give each group its own bins, one group after another
             first = torch.arange(groups, dtype=torch.int32, device=index.device) * self.size
             index = index + first.reshape(*shape, 1)
         counts: torch.Tensor = torch.ops.inlay.count(index.flatten(), groups * self.size)
         return counts.reshape(*shape, self.size)
 
     def magnitudes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the bins of one sign begin and end, in float64."""
+        """Return where the bins of one sign begin and end, in float64."""
         place = torch.arange(self.per_sign, dtype=torch.int32, device=device) + self._offset
         inner = (place << self._shift).view(torch.float32).double()
         inner[0] = 0
@@ -76,11 +76,11 @@ class FloatBins:
         return inner, outer
 
 
-# Not aten.bincount: the shape of its result depends on the data. Not scatter_add either: it wants
-# an index of eight bytes and is slower.
+# Used instead of aten.bincount, whose result has a data-dependent shape, and of scatter_add, which
+# needs an index of eight bytes and is slower.
 @torch.library.custom_op("inlay::count", mutates_args=())
 def _count(index: torch.Tensor, size: int) -> torch.Tensor:
-    """How often each number from 0 to `size` occurs in `index`."""
+    """Count how often each number from 0 to `size` occurs in `index`."""
     return torch.bincount(index, minlength=size)
 
 
@@ -90,9 +90,9 @@ def _(index: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class Histogram:
-    """Counts read as a distribution: evenly spread inside a bin, and nowhere beyond the extremes.
+    """A distribution read from counts: uniform inside each bin, empty beyond the extremes.
 
-    Only bins that some group uses are kept, in the order of their values.
+    It keeps only bins that some group uses, in the order of their values.
 
     :param counts: of shape (*qparam_shape, bins.size)
     :param min_vals: the exact smallest values, of shape qparam_shape
@@ -125,7 +125,7 @@ class Histogram:
 
     @cached_property
     def _below(self) -> torch.Tensor:
-        """Mass of all bins before each, and after the last."""
+        """Mass of all bins before each bin, followed by the total."""
         return torch.nn.functional.pad(self.mass.cumsum(dim=-1), (1, 0))
 
     @property
@@ -137,7 +137,7 @@ class Histogram:
         return torch.clamp(values, low, high)
 
     def magnitudes(self) -> "Histogram":
-        """The histogram of the absolute values."""
+        """Return the histogram of the absolute values."""
         positive, negative = self.counts.chunk(2, dim=-1)
         counts = torch.cat([positive + negative, torch.zeros_like(negative)], dim=-1)
         largest = torch.maximum(self.min_vals.abs(), self.max_vals.abs())
@@ -150,12 +150,12 @@ class Histogram:
         return Histogram(self.bins, counts, self.min_vals, self.max_vals)
 
     def points(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values that stand for the distribution, and how much each weighs.
+        """Return values that represent the distribution, and their weights.
 
-        The extremes stand for themselves: a lone outlier may be what matters most. Other values
-        have the dtype of the extremes, too. In bfloat16 they are the very numbers a bin holds;
-        else they are shifted a little more from bin to bin, so that no grid of quantized values
-        falls in step with them.
+        Each extreme is a value of its own, since a lone outlier may matter most. All values have
+        the dtype of the extremes. In bfloat16 they are the exact numbers that a bin holds; in other
+        dtypes they are shifted differently in each bin, so that no grid of quantized values falls
+        in step with them.
 
         :return: values and weights of shape (*qparam_shape, points)
         """
@@ -175,7 +175,7 @@ class Histogram:
         )
 
     def _mass_between(self) -> torch.Tensor:
-        """Mass without the two extremes, which need no bin to be known."""
+        """Return the mass of each bin without the two extremes, which are known exactly."""
         occupied = (self.mass > 0).long()
         first, last = occupied.argmax(-1), occupied.cumsum(-1).argmax(-1)
         of_extremes = torch.stack([first, last], dim=-1)
@@ -183,20 +183,20 @@ class Histogram:
         return self.mass.scatter_add(-1, of_extremes, -taken).clamp(min=0)
 
     def mass_below(self, values: torch.Tensor) -> torch.Tensor:
-        """How many values of each group are not above the given ones, of shape (*shape, n)."""
+        """Count the values of each group at or below the given ones, of shape (*shape, n)."""
         lower, upper, mass, below = (
             torch.broadcast_to(t, (*values.shape[:-1], t.size(-1))).contiguous()
             for t in (self.lower, self.upper, self.mass, self._below)
         )
         full = torch.searchsorted(upper, values.contiguous(), right=True)
-        partial = full.clamp(max=upper.size(-1) - 1)  # the bin the value is in, if it is in one
+        partial = full.clamp(max=upper.size(-1) - 1)  # the bin that holds the value, if any
         start, end = lower.gather(-1, partial), upper.gather(-1, partial)
         share = ((values - start) / (end - start).clamp(min=1e-300)).clamp(0, 1)
         share = share.masked_fill(full > partial, 0)
         return below.gather(-1, full) + share * mass.gather(-1, partial)
 
     def quantile(self, fraction: float) -> torch.Tensor:
-        """The value of each group that `fraction` of its values are not above."""
+        """Return the value that `fraction` of the values of each group do not exceed."""
         target = (self.total * fraction).unsqueeze(-1)
         bin_ = torch.searchsorted(self._below[..., 1:].contiguous(), target)
         bin_ = bin_.clamp(max=self.mass.size(-1) - 1)

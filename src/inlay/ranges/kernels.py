@@ -1,4 +1,4 @@
-"""Compiled kernels that search ranges, one per format for tensors of every shape."""
+"""Compile kernels that search ranges, one per format for tensors of every shape."""
 
 import functools
 import math
@@ -22,33 +22,33 @@ from inlay.torch_private import inductor_settings, trace_symbolically
 __all__ = ["Chunk", "Kernel", "as_rows", "chunks_of", "keep_whole", "kernel_of"]
 
 Kernel = Callable[..., Any]
-# Rows, and their importance if they have any.
+# Rows, with their importance if there is any.
 Chunk = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
 
-# Numbers per candidate and group that a kernel may hold at a time, and an eighth of the elements
-# that may be held once more in float32: rows come in chunks that stay below.
+# Limits the chunks of rows given to a kernel: a chunk has at most this many pairs of candidate and
+# group, and at most eight times as many elements, which may be held once more in float32.
 _CHUNK = 2**21
-# A range over the whole tensor is searched in pieces of about this size, one after another, for
-# the same reason that groups are: a piece stays in the cache while the candidates are tried.
+# A range over the whole tensor is searched in pieces of about this size, so that a piece, like a
+# group, stays in the cache while the candidates are tried.
 _PIECE = 4096
 
 
 def keep_whole() -> AbstractContextManager[None]:
-    """While this is on, Inductor does not store what is halfway through a search.
+    """Keep Inductor from storing intermediate results of a search.
 
     By default it stores the result of 50 operations, and of 30 on a GPU. A search of half-precision
-    values has about 80, and what it would store is every candidate of every element.
+    values has about 80, and the stored result would hold every candidate of every element.
     """
     return inductor_settings(realize_opcount_threshold=128)
 
 
 def as_rows(observed: torch.Tensor) -> torch.Tensor:
-    """View as (num_observations, rows, groups in a row, group_size)."""
+    """View a tensor as (num_observations, rows, groups in a row, group_size)."""
     if math.prod(observed.shape[1:-1]) > 1:
         return observed.reshape(observed.shape[0], -1, *observed.shape[-2:])
     count = observed.numel()
     pieces = count // _PIECE
-    # Real shapes have a divisor near; without one the pieces are what the observations are.
+    # Real shapes have a divisor in this range. Without one, each observation is a piece.
     for size in range(_PIECE, _PIECE // 4, -1) if pieces > 1 else ():
         if count % size == 0:
             return observed.reshape(-1, 1, 1, size)
@@ -56,7 +56,7 @@ def as_rows(observed: torch.Tensor) -> torch.Tensor:
 
 
 def chunks_of(rows: torch.Tensor, weights: torch.Tensor | None, candidates: int) -> list[Chunk]:
-    """Cut into chunks of rows of nearly equal size, each with its importance if there is any."""
+    """Cut rows into chunks of nearly equal size, each with its importance if there is any."""
     numbers = rows.numel() // rows.shape[-1] * candidates
     count = min(rows.shape[1], -(-max(numbers, rows.numel() // 8) // _CHUNK))
     parts = rows.tensor_split(count, dim=1)
@@ -76,10 +76,10 @@ def kernel_of(
     weighted: bool,
     single: bool,
 ) -> Kernel:
-    """A compiled kernel for rows of every shape: the full ranges and the errors of candidates.
+    """Compile a kernel that computes full ranges and candidate errors, for rows of every shape.
 
-    It takes rows, factors, and importance if it is `weighted`; it gives None if compilation is
-    switched off.
+    The kernel takes rows, factors, and importance if it is `weighted`. It returns None if
+    compilation is switched off.
     """
     args = QuantizationArgs.model_validate_json(key)
     half = dtype in (torch.bfloat16, torch.float16)
@@ -87,7 +87,7 @@ def kernel_of(
     def prepare(rows: torch.Tensor, shrinks: torch.Tensor) -> tuple[torch.Tensor, ...]:
         low, high = full_range(rows, expand)
         found = candidates(low, high, shrinks, args_of_search(args))
-        # Loops over halves take vectors of two registers, which the compiler does not keep there.
+        # Loops over halves use vectors of two registers, which the compiler moves to memory.
         wide = rows.float() if half else rows
         return low, high, wide, *(part for part in found if part is not None)
 
@@ -108,10 +108,10 @@ def kernel_of(
     rows = torch.ones(1 if single else 2, 3, 5, 8, dtype=dtype, device=device)
     shrinks = as_factors((1.0,) * 7, rows)
     weights = (torch.ones(rows.shape, device=device),) if weighted else ()
-    search(rows, shrinks, *weights)  # compressed-tensors remembers its ranges, and only real ones
+    search(rows, shrinks, *weights)  # compressed-tensors caches its ranges, which must be real
     if not half:
         return _compile(search, rows, shrinks, *weights)
-    # Compiled, what rounds every step by itself is no faster and takes half a minute to compile.
+    # `prepare` rounds every step: it takes half a minute to compile and gets no faster.
     compiled = _compile(errors, *prepare(rows, shrinks)[2:], *weights)
 
     def prepare_and_search(rows: torch.Tensor, shrinks: torch.Tensor, *weights: Any) -> Any:
@@ -123,11 +123,11 @@ def kernel_of(
 
 
 def _compile(function: Callable[..., Any], *example: torch.Tensor) -> Callable[..., Any]:
-    """Compile for tensors of every shape. What is returned gives None if compilation is off.
+    """Compile a function for every shape; the result returns None if compilation is off.
 
-    compressed-tensors is traced before Dynamo sees it, which would stumble over it. The traced
-    module has code of its own: Dynamo counts recompilations by code, and gives up on a function
-    that all formats share.
+    Trace compressed-tensors first, because Dynamo would stumble over it. The traced module also
+    has its own code: Dynamo counts recompilations by code, and gives up on a function that all
+    formats share.
     """
     traced = trace_symbolically(function, *example)
     with traced.graph.inserting_before(next(iter(traced.graph.nodes))):
@@ -150,6 +150,6 @@ class _NotCompiledError(RuntimeError):
 
 
 def _require_compilation() -> None:
-    """Keep an expression from running as it is: it would hold every candidate of every element."""
+    """Refuse to run uncompiled, which would hold every candidate of every element."""
     if not torch.compiler.is_compiling():
         raise _NotCompiledError

@@ -1,4 +1,4 @@
-"""Observations that count, among those that do not: the padding of a batch."""
+"""Exclude invalid observations, the padding of a batch, without changing shapes."""
 
 import torch
 
@@ -6,9 +6,9 @@ __all__ = ["as_weights", "fill_invalid"]
 
 
 def fill_invalid(observed: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Put the first valid observation in place of each that is not.
+    """Replace each invalid observation by the first valid one.
 
-    For statistics to which it is the same whether a value occurs once or twice.
+    This suits statistics that stay the same if a value occurs more than once.
 
     :param observed: of shape (num_observations, ...)
     :param valid: of shape (num_observations,), at least one of them true
@@ -18,7 +18,7 @@ def fill_invalid(observed: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 
 def as_weights(valid: torch.Tensor, observed: torch.Tensor) -> torch.Tensor:
-    """One for what is valid, zero for the rest, to be multiplied with `observed`."""
+    """Return 1 for valid observations and 0 for others, to be multiplied with `observed`."""
     return _beside(valid, observed).to(torch.promote_types(observed.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""From a range to the scale and zero point that quantize it."""
+"""Compute the scale and zero point that quantize a range."""
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -13,10 +13,10 @@ def qparams_of_range(
     args: QuantizationArgs,
     global_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `calculate_qparams` of compressed-tensors says, with one hole closed.
+    """Call `calculate_qparams` of compressed-tensors, with a zero point of 0 for all-zero ranges.
 
-    Asymmetric and over nothing but zeros it divides zero by zero: the zero point is NaN in a float
-    format, and in an integer one whatever the machine makes of NaN. Here it is zero.
+    For an asymmetric range of nothing but zeros it divides zero by zero: the zero point would be
+    NaN in a float format, and whatever the machine converts NaN to in an integer format.
     """
     scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale)
     if not args.symmetric:

@@ -1,7 +1,7 @@
-"""Rounding as eager PyTorch does it, in forms that a compiler keeps and that vectorize.
+"""Round as eager PyTorch does, in forms that a compiler keeps and can vectorize.
 
 Inductor computes half precision in float32 and rounds only what it stores, so a quantized value
-would differ from the eager one. It cannot see through arithmetic on the bits.
+would differ from the eager one. It cannot remove rounding done by arithmetic on the bits.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class EagerRounding(TorchFunctionMode):
-    """While it is on, every half-precision result is rounded, whoever compiles it later.
+    """Round and store every half-precision result while active, whoever compiles it later.
 
-    And stored: the bits are read more than once, and what a chain of roundings is computed from
-    would be written out twice as often for each link of it.
+    Results are stored because rounding reads the bits more than once: in a chain of roundings,
+    Inductor would repeat the source twice as often for each link.
     """
 
     def __torch_function__(
@@ -35,9 +35,9 @@ class EagerRounding(TorchFunctionMode):
 
 
 def stored(value: torch.Tensor) -> torch.Tensor:
-    """The same, stored in memory: else Inductor computes it again wherever it is used.
+    """Make Inductor store the value in memory, not compute it again wherever it is used.
 
-    It does not look behind a tensor that is viewed with explicit strides.
+    Inductor does not look behind a tensor that is viewed with explicit strides.
     """
     with without_torch_function():
         value = value.contiguous()
@@ -45,14 +45,14 @@ def stored(value: torch.Tensor) -> torch.Tensor:
 
 
 def as_rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float32 value, rounded to a number that `dtype` has; as it is for other dtypes."""
+    """Round a float32 value to a number of `dtype`, if that is bfloat16 or float16."""
     if dtype == torch.bfloat16:
         bits = value.view(torch.int32)
-        # Half a unit, less the smallest bit if the last kept one is zero: ties go to even.
+        # Add half a unit, less the lowest bit if the last kept one is zero: ties go to even.
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
     if dtype == torch.float16:
         rounded = _to_grid(value, mantissa=10, smallest_exponent=-14)
-        return (rounded * 2.0**112) * 2.0**-112  # 2 ** 16, the first too large, becomes infinite
+        return (rounded * 2.0**112) * 2.0**-112  # 2 ** 16, the first beyond range, overflows to inf
     return value
 
 
@@ -65,11 +65,11 @@ def quantize_dequantize(
     *,
     inverse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fake_quantize` of compressed-tensors for values that came in `dtype`.
+    """Do what `fake_quantize` of compressed-tensors does for values of `dtype`, bit for bit.
 
-    Halves are given as float32 and rounded wherever `fake_quantize` would. Without zero point, as
-    symmetric formats are, two operations are saved. The tests hold it to theirs, bit for bit.
-    With the inverse of the scale it is a little less exact and faster.
+    Pass halves as float32; they are rounded wherever `fake_quantize` would round them. Without a
+    zero point, as in symmetric formats, two operations are saved. With the inverse of the scale
+    the result is a little less exact and faster to compute.
     """
     scaled = as_rounded(value / scale if inverse is None else value * inverse, dtype)
     if zero_point is not None:
@@ -82,7 +82,7 @@ def quantize_dequantize(
 
 
 def _range(args: QuantizationArgs) -> tuple[float, float]:
-    # compressed-tensors remembers these tensors for good, so they must be real ones.
+    # compressed-tensors caches these tensors forever, so they must be real ones.
     with without_fake_mode():
         low, high = calculate_range(args, torch.device("cpu"))
         return float(low), float(high)
@@ -100,8 +100,8 @@ def _to_grid(value: torch.Tensor, *, mantissa: int, smallest_exponent: int) -> t
     """Round to the numbers of a small float format, ties to even.
 
     Adding a number so large that the last bit of the sum is worth one step of the format, and
-    taking it away again, leaves the value rounded. One and a half times a power of two, so that
-    the sum has the same exponent for either sign.
+    subtracting it again, rounds the value. The number is one and a half times a power of two, so
+    that the sum has the same exponent for either sign.
     """
     if value.dtype == torch.float64:
         exponent = value.abs().clamp(min=2.0**smallest_exponent).log2().floor()

@@ -1,13 +1,13 @@
-"""Range search: which part of the observed range loses least when it is quantized?
+"""Range search: find the part of the observed range that loses least when it is quantized.
 
 The search tries the observed range, then ever smaller parts of it, and keeps for every group the
-candidate with the smallest error. compressed-tensors computes the candidate's scale and says what
-the quantized value is, so what is minimized is the error that will really be made.
+candidate with the smallest error. compressed-tensors computes each candidate's scale and defines
+its quantized values, so the search minimizes the error that will really be made.
 
-`RangeSearch.specification` says what the search means, one candidate at a time. The same search is
-also one expression over all candidates, which Inductor makes one loop nest of: a group is read
-from memory once and stays in the cache while its candidates are tried. Traced into a graph it
-stands there as it is; an eager observer compiles it once per format for weights of every shape.
+`RangeSearch.specification` defines the search, one candidate at a time. The same search is also
+one expression over all candidates, which Inductor turns into one loop nest: a group is read from
+memory once and stays in the cache while its candidates are tried. A traced graph contains the
+expression itself; an eager observer compiles it once per format for weights of every shape.
 """
 
 from collections.abc import Iterator
@@ -39,10 +39,10 @@ from inlay.ranges.rounding import stored
 
 __all__ = ["COMPILE_FROM", "RangeSearch"]
 
-# Elements from which an eager search is compiled, once per format. By size alone, so that what is
-# found does not depend on the order of weights. The compiler is repaid after 30 to 140 weights of
-# this size, by format (`make bench` measures it): a model that has such weights has as many. With
-# smaller ones it would wait longer for the compiler than for the search.
+# Number of elements from which an eager search is compiled, once per format. Only the size decides,
+# so that results do not depend on the order of weights. Compiling pays off after 30 to 140 weights
+# of this size, depending on the format (`make bench` measures it), and a model with such weights
+# has that many. For smaller weights, compiling would take longer than searching.
 COMPILE_FROM = 2**21
 
 
@@ -82,7 +82,7 @@ class RangeSearch:
 
     @torch.no_grad()
     def among(self, observed: torch.Tensor, valid: torch.Tensor) -> Range:
-        """Find the range of each group with regard to valid observations only.
+        """Find the range of each group from valid observations only.
 
         :param valid: of shape (num_observations,), at least one of them true
         """
@@ -92,7 +92,7 @@ class RangeSearch:
     def specification(
         self, observed: torch.Tensor, importance: torch.Tensor | None = None
     ) -> Range:
-        """What the search means: one candidate after another, until patience runs out."""
+        """Search as defined: try one candidate after another until patience runs out."""
         min_vals = torch.amin(observed, dim=(0, -1)) * self.expand
         max_vals = torch.amax(observed, dim=(0, -1)) * self.expand
         best_min, best_max = min_vals, max_vals
@@ -120,16 +120,16 @@ class RangeSearch:
         max_vals: torch.Tensor,
         importance: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The metric: sum over each group of |quantized - observed| ** norm.
+        """Compute the metric: the sum over each group of |quantized - observed| ** norm.
 
         Differences of half-precision values are taken and summed in float32. For tensor_group the
-        rounding of the local scale is left out, because the global scale that governs it is known
-        only after all ranges of the fused layers have been chosen.
+        local scale is not rounded, because the global scale that governs it is known only after
+        all ranges of the fused layers have been chosen.
         """
         args = args_of_search(self.args)
         scale, zero_point = qparams_of_range(min_vals, max_vals, args)
-        # With one scale per row of the last dimension the value is quantized in place of any
-        # strategy, without bringing it back to the shape it had before it was flattened.
+        # One scale per row of the last dimension replaces any strategy, so the value need not be
+        # brought back to the shape it had before it was flattened.
         per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
         quantized = fake_quantize(
             observed, scale.unsqueeze(-1), zero_point.unsqueeze(-1), per_row
@@ -143,11 +143,11 @@ class RangeSearch:
 
     @torch.no_grad()
     def expression(self, observed: torch.Tensor, importance: torch.Tensor | None = None) -> Range:
-        """The search without a branch on data, for tracing: run as it is, it holds every candidate.
+        """Search without branching on data, for tracing; uncompiled, it holds every candidate.
 
         Patience is replayed from the errors of all candidates.
         """
-        # What the value is computed from must not be computed again for every candidate.
+        # Keep Inductor from computing the value again for every candidate.
         observed = stored(observed)
         shrinks = as_factors(self.shrinks, observed)
         low, high = full_range(observed, self.expand)
@@ -164,7 +164,7 @@ class RangeSearch:
         return select(low, high, shrinks, best)
 
     def _compiled(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
-        """The search in a compiled kernel, over chunks of rows that share one decision to stop."""
+        """Search with a compiled kernel, over chunks of rows that share one decision to stop."""
         rows = as_rows(observed)
         weights = None if importance is None else as_rows(importance.expand(observed.shape))
         chunks = chunks_of(rows, weights, len(self.shrinks))
@@ -187,7 +187,7 @@ class RangeSearch:
             low, high, errors = result
             lows.append(low)
             highs.append(high)
-            bests.append(first_best(errors).to(torch.int16))  # kept for every group
+            bests.append(first_best(errors).to(torch.int16))  # small: one is kept for every group
         best = torch.cat(bests).long()
         if self.patience is not None and _stopped_early(best, len(shrinks), self.patience):
             single = errors if len(chunks) == 1 else None
@@ -202,10 +202,10 @@ class RangeSearch:
         shrinks: torch.Tensor,
         single: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The best candidates among those that are tried.
+        """Find the best candidates among those tried before patience runs out.
 
-        :param single: the errors, if there is a single chunk; those of several are not kept, and
-            computed twice more
+        :param single: the errors, if there is a single chunk; those of several chunks are not kept
+            but computed twice more
         """
 
         def errors() -> Iterator[torch.Tensor]:
@@ -223,10 +223,10 @@ class RangeSearch:
 
 
 def _stopped_early(best: torch.Tensor, candidates: int, patience: int) -> bool:
-    """Whether patience may have run out before the last candidate that is best for some group.
+    """Tell whether patience may have run out before the last candidate best for some group.
 
-    What is best for a group improved it. So patience held out if there are no long gaps between
-    candidates that are best for some group; mostly that is all that needs to be known.
+    The best candidate of a group improved it. So patience held out if there are no long gaps
+    between candidates that are best for some group, which mostly settles the question.
     """
     bests = torch.bincount(best.flatten() + 1, minlength=candidates + 1)[1:] > 0
     return bool((bests & ~tried_of(bests, patience)).any())

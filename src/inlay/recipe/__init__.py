@@ -1,4 +1,4 @@
-"""What to quantize and how: recipes, the slots that follow from them, and their description."""
+"""Define what to quantize and how: recipes, the slots they lead to, and their description."""
 
 from inlay.recipe.describe import format_in_words, recipe_text, scheme_in_words
 from inlay.recipe.plan import Plan

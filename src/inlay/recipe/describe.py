@@ -1,4 +1,4 @@
-"""Recipes and formats in words."""
+"""Describe recipes and formats in words."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ from compressed_tensors.quantization import (
 
 __all__ = ["format_in_words", "recipe_text", "scheme_in_words"]
 
-# What says nothing about how to quantize, or is worked out anew from the rest.
+# Fields that do not say how to quantize, or are derived from the others.
 _STATE_OF_CONFIG = {"format", "global_compression_ratio", "quant_method", "quantization_status"}
 
 
 def format_in_words(args: QuantizationArgs, base_name: str) -> str:
-    """How a value is quantized, such as "int8 per tensor, asymmetric, static"."""
+    """Describe how a value is quantized, such as "int8 per tensor, asymmetric, static"."""
     parts = [f"{_number(args)} {_strategy(args)}", "symmetric" if args.symmetric else "asymmetric"]
     if base_name != "weight":
         parts.append(_when(args))
@@ -27,7 +27,7 @@ def format_in_words(args: QuantizationArgs, base_name: str) -> str:
 
 
 def scheme_in_words(config: QuantizationConfig) -> str:
-    """The schemes of a recipe in short, such as "W8A8 int, static"."""
+    """Summarize the schemes of a recipe, such as "W8A8 int, static"."""
     schemes = dict.fromkeys(_scheme(scheme) for scheme in config.config_groups.values())
     words = " and ".join(schemes)
     if config.kv_cache_scheme is not None:
@@ -36,7 +36,7 @@ def scheme_in_words(config: QuantizationConfig) -> str:
 
 
 def recipe_text(config: QuantizationConfig) -> str:
-    """The config as YAML that `Recipe.from_yaml` reads, without what is not set."""
+    """Write the config as YAML that `Recipe.from_yaml` reads, without unset fields."""
     content = config.model_dump(mode="json", exclude=_STATE_OF_CONFIG)
     text: str = yaml.safe_dump(
         _without_empty(content), sort_keys=False, default_flow_style=None, allow_unicode=True
@@ -61,7 +61,7 @@ def _strategy(args: QuantizationArgs) -> str:
 
 
 def _when(args: QuantizationArgs) -> str:
-    """When scales are computed."""
+    """Describe when scales are computed."""
     if args.dynamic == DynamicType.LOCAL:
         return "dynamic in each group"
     return "dynamic" if args.dynamic else "static"
@@ -71,7 +71,7 @@ def _scheme(scheme: QuantizationScheme) -> str:
     weights, inputs = scheme.weights, scheme.input_activations
     if weights is None and inputs is None:
         return "outputs only"
-    # What is not quantized is written as 16 bits, whatever the dtype of the model.
+    # Write values that are not quantized as 16 bits, whatever the dtype of the model.
     bits = [16 if args is None else args.num_bits for args in (weights, inputs)]
     types = dict.fromkeys(_value(args.type) for args in (weights, inputs) if args is not None)
     words = f"W{bits[0]}A{bits[1]} {'/'.join(types)}"

@@ -1,4 +1,4 @@
-"""Recipes of llm-compressor: what a `QuantizationModifier` in their YAML means."""
+"""Read recipes of llm-compressor: translate the `QuantizationModifier` in their YAML."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ _SCHEME_PARTS = ("weights", "input_activations", "output_activations")
 
 
 def find_modifiers(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Modifiers of a llm-compressor recipe, at whatever depth of stages they stand."""
+    """Collect the modifiers of an llm-compressor recipe, at any depth of stages."""
     found: dict[str, dict[str, Any]] = {}
     for name, value in content.items():
         if not isinstance(value, dict):
@@ -38,11 +38,11 @@ def find_modifiers(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def config_of_modifiers(modifiers: dict[str, dict[str, Any]], place: str) -> dict[str, Any]:
-    """The fields of the `QuantizationConfig` that the modifiers describe."""
+    """Translate modifiers to the fields of a `QuantizationConfig`."""
     others = sorted(set(modifiers) - {"QuantizationModifier"})
     if others:
         raise ConfigurationError(
-            f"{place} has {', '.join(others)}; only QuantizationModifier is calibration"
+            f"{place} has {', '.join(others)}; only QuantizationModifier is supported"
         )
     fields = modifiers["QuantizationModifier"]
     require_known(fields, _MODIFIER_FIELDS, f"QuantizationModifier in {place}")
@@ -68,7 +68,7 @@ def config_of_modifiers(modifiers: dict[str, dict[str, Any]], place: str) -> dic
 
 
 def _groups_of_scheme(scheme: Any, targets: list[str], place: str) -> dict[str, Any]:
-    """The three forms of `scheme`: a preset's name, parts of a scheme, presets with targets."""
+    """Read the forms of `scheme`: a preset's name, parts of a scheme, presets with targets."""
     if isinstance(scheme, str):
         return {"group_0": preset(scheme, targets)}
     if isinstance(scheme, dict) and set(scheme) & set(_SCHEME_PARTS):
@@ -79,7 +79,8 @@ def _groups_of_scheme(scheme: Any, targets: list[str], place: str) -> dict[str, 
             for index, (name, own) in enumerate(scheme.items())
         }
     raise ConfigurationError(
-        f"{place} has no scheme; add `scheme:` with a preset's name or with `weights:` and so on"
+        f"{place} has no scheme; add `scheme:` with a preset's name, or with `weights:`, "
+        "`input_activations:` or `output_activations:`"
     )
 
 

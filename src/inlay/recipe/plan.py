@@ -30,16 +30,16 @@ _KINDS = {"linear": nn.Linear, "embedding": nn.Embedding}
 class Plan:
     """A recipe applied to a model: its slots by name, and its weights by identity.
 
-    Weights are known by identity because that is what a compiled graph is called with: the same
-    graph may serve many modules, under names it cannot know.
+    Weights are known by identity because a compiled graph is called with the weights themselves:
+    one graph may serve many modules, whose names it cannot know.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
         self.slots: dict[str, Slot] = {}
         self.kinds: dict[str, str] = {}
-        self.modules: set[str] = set()  # the names of all modules
-        # Every weight of the model, targeted or not: {weight: names of the modules that have it}.
+        self.modules: set[str] = set()  # names of all modules
+        # Maps every weight of the model, targeted or not, to the names of the modules that have it.
         self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for name, module in model.named_modules(remove_duplicate=False):
             self.modules.add(name)
@@ -59,11 +59,11 @@ class Plan:
         _require_fitting_weights(model, self.weight_slots())
 
     def owner(self, weight: torch.Tensor | None, kind: str | None = None) -> str | None:
-        """The module whose weight this is: the first one of that kind, if several share it."""
+        """Find the module of that kind with this weight: a quantized one, if several share it."""
         names = [] if weight is None else self._names_of(weight)
         if kind is not None:
             names = [name for name in names if self.kinds.get(name) == kind]
-        # Of modules that share a weight, one that is quantized speaks for all.
+        # Among modules that share a weight, a quantized one stands for all.
         return min(names, key=lambda name: not self.of_module(name), default=None)
 
     def _names_of(self, weight: torch.Tensor) -> list[str]:
@@ -71,12 +71,12 @@ class Plan:
         return known.get(weight, [])
 
     def of_module(self, module: str) -> dict[str, Slot]:
-        """Slots of a module by base name."""
+        """Return the slots of a module by base name."""
         slots = (self.slots.get(f"{module}.{base_name}") for base_name in BASE_NAMES)
         return {slot.base_name: slot for slot in slots if slot is not None}
 
     def signature(self, module: str | None) -> tuple[tuple[str, str], ...]:
-        """How a module is quantized. Modules with equal signatures can share a compiled graph."""
+        """Tell how a module is quantized. Modules of equal signature can share a compiled graph."""
         slots = {} if module is None else self.of_module(module)
         return tuple((name, key_of(slot.args)) for name, slot in slots.items())
 
@@ -84,12 +84,12 @@ class Plan:
         return (slot for slot in self.slots.values() if slot.is_weight)
 
     def importance_slots(self) -> Iterable[Slot]:
-        """Slots that watch inputs for weight observers which weigh input channels."""
+        """Return the slots that watch inputs for weight observers that weigh input channels."""
         found = (slot.importance for slot in self.weight_slots())
         return (slot for slot in found if slot is not None)
 
     def fused_groups(self) -> Iterable[tuple[str, list[str]]]:
-        """Parents whose children are served as one, and those of the children that there are."""
+        """Yield prefix and names of the layers that are served as one, as far as they exist."""
         parents = {slot.module.rpartition(".")[0] for slot in self.weight_slots()}
         for parent in sorted(parents):
             prefix = f"{parent}." if parent else ""
@@ -99,12 +99,12 @@ class Plan:
                     yield prefix, members
 
     def activation_slots(self) -> Iterable[Slot]:
-        """Slots that data must flow through before the recipe can be finalized."""
+        """Return the slots that must see data before the recipe can be finalized."""
         return (slot for slot in self.slots.values() if not slot.is_weight and slot.is_observed)
 
     @property
     def needs_data(self) -> bool:
-        """Whether any slot has to see data: activations, or inputs that weigh a weight."""
+        """Whether any slot must see data: activations, or inputs that weigh a weight."""
         return any(True for _ in self.activation_slots()) or any(
             True for _ in self.importance_slots()
         )
@@ -113,7 +113,7 @@ class Plan:
 def _quantized_parts(
     model: nn.Module, recipe: Recipe
 ) -> Iterable[tuple[str, list[tuple[str, QuantizationArgs]]]]:
-    """Modules and what of them is quantized, decided as compressed-tensors decides it."""
+    """Yield modules and their quantized parts, chosen as compressed-tensors chooses them."""
     config = recipe.config
     attention: dict[str, list[tuple[str, QuantizationArgs]]] = {}
     if config.kv_cache_scheme is not None:
@@ -146,14 +146,14 @@ def _quantized_parts(
             for target in scheme.targets
         ):
             raise ConfigurationError(
-                f"{name} is a {type(module).__name__}; what can be quantized is Linear, Embedding "
-                "and attention modules"
+                f"{name} is a {type(module).__name__}; only Linear, Embedding and attention "
+                "modules can be quantized"
             )
     yield from attention.items()
 
 
 def _require_fitting_weights(model: nn.Module, slots: Iterable[Slot]) -> None:
-    """Refuse weights that cannot be divided as the recipe says, before hours of calibration."""
+    """Refuse weights that cannot be divided as the recipe asks, before hours of calibration."""
     problems = {}
     for slot in slots:
         weight = model.get_submodule(slot.module).weight
@@ -183,7 +183,7 @@ def _require_matches(model: nn.Module, recipe: Recipe) -> None:
             if not any(is_match(name, module, pattern) for name, module in modules)
         ]
         if what == "ignore":
-            # Recipes are shared between models, and a pattern may be meant for another one.
+            # Recipes are shared between models, so a pattern may be meant for another one.
             shared = [pattern for pattern in missing if pattern.startswith("re:")]
             if shared:
                 warnings.warn(
@@ -194,15 +194,15 @@ def _require_matches(model: nn.Module, recipe: Recipe) -> None:
         if missing:
             known = {name for pair in modules for name in (pair[0], type(pair[1]).__name__)}
             close = get_close_matches(missing[0], known, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
+            hint = f"Did you mean {close[0]}? " if close else ""
             raise ConfigurationError(
-                f"{what} {', '.join(missing)} matches no module of {type(model).__name__}; "
-                f"{hint}It has {_overview(modules)}"
+                f"{what} {', '.join(missing)} matches no module of {type(model).__name__}. "
+                f"{hint}The model has {_overview(modules)}"
             )
 
 
 def _overview(modules: list[tuple[str, nn.Module]]) -> str:
-    """Class names with an example each: enough to see what a target could have meant."""
+    """List class names with an example each, to show what a target could have meant."""
     classes: dict[str, list[str]] = {}
     for name, module in modules:
         if name:

@@ -1,4 +1,4 @@
-"""Presets: schemes by name, and the changes that a recipe makes to them."""
+"""Look up presets, which are schemes by name, and apply the changes of a recipe."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ Overrides = Any  # QuantizationArgs, or a mapping of their fields
 
 
 def preset_names() -> list[str]:
-    """Names that `Recipe.from_preset` takes."""
+    """List the names that `Recipe.from_preset` takes."""
     return sorted({*PRESET_SCHEMES, *_OWN_PRESETS})
 
 
@@ -37,7 +37,7 @@ def preset(name: str, targets: list[str]) -> QuantizationScheme:
         return QuantizationScheme(targets=targets, **_OWN_PRESETS[name.upper()])
     if not is_preset_scheme(name):
         raise ConfigurationError(
-            f"there is no preset {name!r}; there are {', '.join(preset_names())}"
+            f"there is no preset {name!r}; use one of {', '.join(preset_names())}"
         )
     return preset_name_to_scheme(name, targets)
 
@@ -54,7 +54,7 @@ def change(
             f"{part} must be QuantizationArgs or a mapping of their fields, got {wanted!r}"
         )
     fields = {} if args is None else {name: getattr(args, name) for name in _fields(args)}
-    # What follows from other fields is worked out anew where those change.
+    # Drop fields that compressed-tensors derives from others, where those change.
     if {"num_bits", "type", "symmetric"} & set(wanted):
         fields.pop("zp_dtype", None)
     if "strategy" in wanted or "group_size" in wanted:
@@ -72,7 +72,7 @@ def _fields(args: QuantizationArgs) -> list[str]:
 
 
 def checked(model: type[Any], **fields: Any) -> Any:
-    """Build a pydantic model of compressed-tensors, with errors that list what it takes."""
+    """Build a pydantic model of compressed-tensors, with errors that list its fields."""
     try:
         return model(**fields)
     except (pydantic.ValidationError, NotImplementedError, ValueError, TypeError) as error:
@@ -92,7 +92,7 @@ def _first_problem(error: Exception) -> str:
 def names_of(value: Iterable[str], field: str) -> list[str]:
     names = [value] if isinstance(value, str) else list(value)
     if not all(isinstance(name, str) for name in names):
-        raise ConfigurationError(f"{field} must be names of modules, got {names!r}")
+        raise ConfigurationError(f"{field} must list names of modules, got {names!r}")
     return names
 
 
@@ -100,5 +100,5 @@ def require_known(fields: Mapping[str, Any], known: tuple[str, ...], place: str)
     unknown = sorted(set(map(str, fields)) - set(known))
     if unknown:
         raise ConfigurationError(
-            f"{place} has {', '.join(unknown)}, which is not known; known are {', '.join(known)}"
+            f"{place} has unknown entries: {', '.join(unknown)}; use only {', '.join(known)}"
         )

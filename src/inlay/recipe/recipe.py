@@ -1,4 +1,4 @@
-"""The recipe: what to quantize and how."""
+"""The recipe, which says what to quantize and how."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Recipe:
         outputs: Overrides | None = None,
         kv_cache: Overrides | None = None,
     ) -> "Recipe":
-        """A preset of compressed-tensors, or `W8A8_STATIC`, with changes.
+        """Make a recipe from a preset of compressed-tensors, or `W8A8_STATIC`, with changes.
 
         :param targets: names, class names or `re:` patterns of modules, as in compressed-tensors
         :param ignore: targets to leave out
@@ -83,9 +83,9 @@ class Recipe:
 
     @classmethod
     def from_config(cls, config: QuantizationConfig | Mapping[str, Any]) -> "Recipe":
-        """The recipe of a `QuantizationConfig`, which is copied, or of its fields.
+        """Make a recipe from a `QuantizationConfig`, which is copied, or from its fields.
 
-        A group may be the name of a preset and its targets: `{"W8A8": ["Linear"]}`.
+        A group may name a preset and list its targets: `{"W8A8": ["Linear"]}`.
         """
         if isinstance(config, QuantizationConfig):
             return cls(config.model_copy(deep=True))
@@ -93,9 +93,9 @@ class Recipe:
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> "Recipe":
-        """A recipe from a YAML file, or from the text of one.
+        """Read a recipe from a YAML file, or from the text of one.
 
-        It has the arguments of `from_preset`, or it is a `QuantizationConfig`, or a recipe of
+        The YAML holds the arguments of `from_preset`, a `QuantizationConfig`, or a recipe of
         llm-compressor with a `QuantizationModifier`.
         """
         text, place = _read(source)
@@ -129,7 +129,7 @@ def _observed_parts(scheme: QuantizationScheme) -> list[tuple[str, QuantizationA
 
 
 def _with_presets(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a config, with groups that name a preset written out."""
+    """Write out the groups of a config that name a preset."""
     groups = fields.get("config_groups")
     if not isinstance(groups, Mapping):
         return dict(fields)

@@ -1,4 +1,4 @@
-"""A slot: one place of a model that is quantized, or watched so that another one can be."""
+"""Slots: values of a model that are quantized, or watched so that others can be."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,17 +10,17 @@ from inlay.observers import Observer, default_observer
 
 __all__ = ["BASE_NAMES", "IMPORTANCE", "Slot", "make_observer"]
 
-# What of a module can be quantized.
+# Parts of a module that can be quantized.
 BASE_NAMES = ("weight", "input", "output", "q", "k", "v")
-# What is watched only for the sake of the weight: how much its input channels matter.
+# Inputs watched only to learn how much the input channels of a weight matter.
 IMPORTANCE = "importance"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A module's name and what of it is observed: one of `BASE_NAMES`, or `IMPORTANCE`.
+    """An observed part of a module: one of `BASE_NAMES`, or `IMPORTANCE`.
 
-    :param args: how the value is quantized; of an importance slot, how the weight is
+    :param args: how the value is quantized; for an importance slot, how the weight is
     """
 
     module: str
@@ -45,7 +45,7 @@ class Slot:
 
     @property
     def is_observed(self) -> bool:
-        """Whether statistics are needed. Dynamic quantization has none, but for `local`."""
+        """Whether statistics are needed. Dynamic quantization needs none, except for `local`."""
         return self.args.dynamic is not True
 
     @property
@@ -55,7 +55,7 @@ class Slot:
 
     @property
     def needed_qparams(self) -> tuple[str, ...]:
-        """The qparams a checkpoint must hold; the rest is computed when the model is served."""
+        """The qparams a checkpoint must hold; others are computed when the model is served."""
         needed = []
         if self.is_observed and self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
             needed.append("global_scale")
@@ -67,13 +67,13 @@ class Slot:
 
     @property
     def used_qparams(self) -> tuple[str, ...]:
-        """The qparams that quantizing a value takes as they are; others follow from the value."""
+        """The qparams that quantizing a value reads; others are computed from the value."""
         if not self.is_observed:
             return ()
         return ("scale", "zero_point", "global_scale") if self.is_static else ("global_scale",)
 
     def is_quantized(self, qparams: Mapping[str, Any]) -> bool:
-        """Whether a finalized model quantizes this slot: it has qparams, or needs none."""
+        """Tell whether a finalized model quantizes this slot: it has qparams, or needs none."""
         return not self.is_importance and (self.name in qparams or not self.is_observed)
 
     @property
@@ -87,7 +87,7 @@ class Slot:
         return cls
 
     def make_observer(self) -> Observer:
-        """A new observer of this slot, which calls itself by the slot's name in errors."""
+        """Create an observer of this slot, which names the slot in errors."""
         observer = make_observer(self._observed_as, self.args)
         observer.slot = self.name
         return observer
@@ -98,18 +98,18 @@ class Slot:
 
     @property
     def importance(self) -> "Slot | None":
-        """The slot that watches the module's input for this weight, if its observer asks for it."""
+        """The slot that watches the module's input for this weight, if its observer needs it."""
         if not self.is_weight or not self.observer_class.observes_input:
             return None
         return Slot(self.module, IMPORTANCE, self.args)
 
     def moved_to(self, module: str) -> "Slot":
-        """The same slot of another module."""
+        """Return the same slot of another module."""
         return Slot(module, self.base_name, self.args)
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
-    """A new observer: the one that `args` name, or the default for the base name."""
+    """Create the observer that `args` name, or the default one for the base name."""
     observer = Observer.load_from_registry(args.observer, base_name=base_name, args=args)
     assert isinstance(observer, Observer)
     return observer
