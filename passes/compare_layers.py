@@ -12,6 +12,7 @@ from inlay.graph import (
     SlotInput,
     WeightUse,
     add_input,
+    add_qparams,
     attention_masks,
     copy,
     fake_value,
@@ -23,7 +24,6 @@ from inlay.nodes.compare_layer import POWERS, CompareLayer
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import QParamsDict
 from inlay.recipe import Slot
-from inlay.torch_private import fake_mode_of
 
 __all__ = ["CompareLayers"]
 
@@ -81,29 +81,18 @@ class CompareLayers(Pass):
         any_slot = next(iter(slots.values()))
         sums = torch.zeros(len(POWERS), dtype=torch.float64)
         errors = add_input(gm.graph, SlotInput(any_slot.name, "errors"), sums, self.name)
-        qparams = self._qparams(gm, slots.get("input"), use.value)
-        quantize = (
-            QuantizeDequantize(slots["input"].args, tuple(qparams)) if "input" in slots else None
-        )
+        quantize: QuantizeDequantize | None = None
+        qparams: dict[str, Node] = {}
+        if "input" in slots:
+            read = slots["input"]
+            assert use.value is not None
+            qparams = add_qparams(
+                gm.graph, read.name, read.used_of(self.qparams), fake_value(use.value), self.name
+            )
+            quantize = QuantizeDequantize(read.args, tuple(qparams))
         with gm.graph.inserting_after(use.output):
             compare: Node = gm.graph.call_function(
                 CompareLayer(quantize),
                 (use.value, use.output, weight, folded, errors, *qparams.values()),
             )
         return stamp(compare, self.name)
-
-    def _qparams(self, gm: GraphModule, slot: Slot | None, value: Node | None) -> dict[str, Node]:
-        if slot is None or not slot.is_observed:
-            return {}
-        found = {key: self.qparams[slot.name].get(key) for key in slot.used_qparams}
-        mode = fake_mode_of(None if value is None else fake_value(value))
-        return {
-            key: add_input(
-                gm.graph,
-                SlotInput(slot.name, key),
-                tensor if mode is None else mode.from_tensor(tensor, static_shapes=True),
-                self.name,
-            )
-            for key, tensor in found.items()
-            if isinstance(tensor, torch.Tensor)
-        }

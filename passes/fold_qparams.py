@@ -15,6 +15,7 @@ from inlay.graph import (
     SlotInput,
     Writes,
     add_input,
+    add_qparams,
     attention_states,
     copy,
     fake_value,
@@ -31,7 +32,6 @@ from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import QParamsDict
 from inlay.ranges.args import key_of
 from inlay.recipe import Slot
-from inlay.torch_private import fake_mode_of
 
 __all__ = ["FoldQParams"]
 
@@ -105,7 +105,9 @@ class FoldQParams(Pass):
         # A value that was changed in place since it was quantized has to be quantized again.
         key = (value, owner if slot.is_observed else key_of(slot.args), changes(value))
         if key not in done or slot.base_name == "output":
-            inputs = self._inputs(gm, slot, owner, value)
+            inputs = add_qparams(
+                gm.graph, owner, slot.used_of(self.qparams), fake_value(value), self.name
+            )
             target = QuantizeDequantize(slot.args, tuple(inputs))
             at = (
                 gm.graph.inserting_after(value)
@@ -124,22 +126,6 @@ class FoldQParams(Pass):
             )
         else:
             replace_value(node, slot.base_name, value, quantized)
-
-    def _inputs(self, gm: GraphModule, slot: Slot, owner: str, value: Node) -> dict[str, Node]:
-        if not slot.is_observed:
-            return {}
-        found = {key: self.qparams[slot.name].get(key) for key in slot.used_qparams}
-        mode = fake_mode_of(fake_value(value))
-        return {
-            key: add_input(
-                gm.graph,
-                SlotInput(owner, key),
-                tensor if mode is None else mode.from_tensor(tensor, static_shapes=True),
-                self.name,
-            )
-            for key, tensor in found.items()
-            if isinstance(tensor, torch.Tensor)
-        }
 
 
 def _value(gm: GraphModule, node: Node, base_name: str) -> Node:

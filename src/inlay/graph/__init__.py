@@ -15,6 +15,7 @@ from inlay.graph.higher_order import EnclosedSlot, enclosed_slots, transformed_n
 from inlay.graph.inputs import (
     SlotInput,
     add_input,
+    add_qparams,
     attention_masks,
     bind,
     erase_with_inputs,
@@ -57,6 +58,7 @@ __all__ = [
     "Writes",
     "acts",
     "add_input",
+    "add_qparams",
     "annotate",
     "attention_masks",
     "attention_states",

@@ -2,7 +2,8 @@
 
 import copy as _copy
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -15,6 +16,7 @@ __all__ = [
     "body_held_by",
     "closes_transform",
     "copy",
+    "leaves",
     "mutates",
     "opens_transform",
     "require_nodes",
@@ -143,3 +145,12 @@ def require_nodes(nodes: Iterable[Node], problem: str) -> None:
     names = [node.name for node in nodes]
     if names:
         raise GraphError(f"{problem}: {', '.join(names)}")
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what stands in nested tuples and lists."""
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value

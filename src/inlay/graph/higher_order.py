@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from inlay.graph.editing import bodies_of, closes_transform, opens_transform
+from inlay.graph.editing import bodies_of, closes_transform, leaves, opens_transform
 from inlay.graph.inputs import tensor_of
 from inlay.graph.matching import attention_states, module_path, weight_use
 from inlay.recipe import Plan, Slot
@@ -132,17 +132,9 @@ def _calls(node: Node) -> Iterator[tuple[GraphModule, list[Any]]]:
         for body, operands in zip(bodies.values(), node.args[-2:], strict=False):
             yield body, list(operands) if isinstance(operands, (tuple, list)) else []
         return
-    operands = [leaf for leaf in _leaves(node.args) if not _is_one_of(leaf, bodies)]
+    operands = [leaf for leaf in leaves(node.args) if not _is_one_of(leaf, bodies)]
     for body in bodies.values():
         yield body, operands
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _slots(

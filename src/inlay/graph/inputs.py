@@ -12,10 +12,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from inlay.graph.editing import copy
 from inlay.graph.meta import made_by, stamp
+from inlay.torch_private import fake_mode_of
 
 __all__ = [
     "SlotInput",
     "add_input",
+    "add_qparams",
     "attention_masks",
     "bind",
     "erase_with_inputs",
@@ -79,6 +81,26 @@ def add_input(graph: Graph, what: SlotInput, value: Any, pass_name: str) -> Node
     node.meta[_INPUT] = what
     node.meta["example_value"] = value
     return stamp(node, pass_name)
+
+
+def add_qparams(
+    graph: Graph, slot: str, qparams: Mapping[str, Any], like: Any, pass_name: str
+) -> dict[str, Node]:
+    """Add an input for each qparam of a slot that is a tensor; return these inputs by name.
+
+    :param like: a value without data, whose fake mode the inputs' values share
+    """
+    mode = fake_mode_of(like)
+    return {
+        key: add_input(
+            graph,
+            SlotInput(slot, key),
+            tensor if mode is None else mode.from_tensor(tensor, static_shapes=True),
+            pass_name,
+        )
+        for key, tensor in qparams.items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def erase_with_inputs(graph: Graph, node: Node) -> None:

@@ -1,12 +1,11 @@
 """Where a graph writes to values in place: the same node may then hold another value later."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, Node
 
-from inlay.graph.editing import mutates
+from inlay.graph.editing import leaves, mutates
 from inlay.graph.shapes import fake_value
 from inlay.torch_private import HigherOrderOperator, OpOverload, share_memory
 
@@ -58,7 +57,7 @@ def _written_by(node: Node) -> Iterable[Node]:
         found = [node.kwargs["out"]]
     else:
         found = [node.args[0] if node.args else node.kwargs.get("input")]
-    return (value for value in _leaves(found) if isinstance(value, Node))
+    return (value for value in leaves(found) if isinstance(value, Node))
 
 
 def _may_share_memory(one: Node, other: Node) -> bool:
@@ -73,12 +72,4 @@ def _may_share_memory(one: Node, other: Node) -> bool:
 
 def _tensors(node: Node) -> list[torch.Tensor] | None:
     value = fake_value(node)
-    return None if value is None else [v for v in _leaves(value) if isinstance(v, torch.Tensor)]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+    return None if value is None else [v for v in leaves(value) if isinstance(v, torch.Tensor)]

@@ -72,6 +72,10 @@ class Slot:
             return ()
         return ("scale", "zero_point", "global_scale") if self.is_static else ("global_scale",)
 
+    def used_of(self, qparams: Mapping[str, Any]) -> dict[str, Any]:
+        """The qparams of this slot that quantizing a value takes as they are, by name."""
+        return {key: qparams[self.name].get(key) for key in self.used_qparams}
+
     def is_quantized(self, qparams: Mapping[str, Any]) -> bool:
         """Tell whether a finalized model quantizes this slot: it has qparams, or needs none."""
         return not self.is_importance and (self.name in qparams or not self.is_observed)
