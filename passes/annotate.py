@@ -12,6 +12,7 @@ from inlay.graph import (
     attention_states,
     copy,
     module_path,
+    require_whole,
     transformed_nodes,
     weight_use,
 )
@@ -37,6 +38,9 @@ class Annotate(Pass):
     """
 
     plan: Plan
+
+    def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)

@@ -16,6 +16,7 @@ from inlay.graph import (
     attention_masks,
     copy,
     fake_value,
+    require_whole,
     slots_of,
     stamp,
     weight_use,
@@ -44,6 +45,9 @@ class CompareLayers(Pass):
     """
 
     qparams: Mapping[str, QParamsDict]
+
+    def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)

@@ -24,6 +24,8 @@ from inlay.graph import (
     observes,
     replace_value,
     replace_weight,
+    require_nodes,
+    require_whole,
     slots_of,
     stamp,
     weight_use,
@@ -56,6 +58,9 @@ class FoldQParams(Pass):
 
     qparams: Mapping[str, QParamsDict]
 
+    def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
+
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
         modified = False
@@ -82,6 +87,15 @@ class FoldQParams(Pass):
             modified = True
         gm.recompile()
         return PassResult(gm, modified)
+
+    def ensures(self, gm: GraphModule) -> None:
+        left = (
+            node
+            for node in gm.graph.nodes
+            for base_name, slot in slots_of(node).items()
+            if slot.is_quantized(self.qparams) and base_name not in folded_parts(node)
+        )
+        require_nodes(left, "qparams are not folded into these ops")
 
     def _fold_weight(self, gm: GraphModule, node: Node, slot: Slot) -> None:
         use = weight_use(gm, node)

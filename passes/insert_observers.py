@@ -19,6 +19,7 @@ from inlay.graph import (
     fake_value,
     mark_observer,
     observes,
+    require_whole,
     slots_of,
     stamp,
     weight_use,
@@ -73,6 +74,7 @@ class InsertObservers(Pass):
         return PassResult(gm, modified)
 
     def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
         annotated = {s.name: s for node in gm.graph.nodes for s in slots_of(node).values()}
         for node in gm.graph.nodes:
             for slot in observes(node):

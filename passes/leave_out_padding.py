@@ -6,7 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from inlay.graph import Pass, PassResult, attention_masks, copy, fake_value, module_path, observes
+from inlay.graph import (
+    Pass,
+    PassResult,
+    attention_masks,
+    copy,
+    fake_value,
+    module_path,
+    observes,
+    require_whole,
+)
 from inlay.nodes.observe import Observe
 from inlay.statistics.rule import Rule
 from inlay.torch_private import sizes_are_equal
@@ -27,6 +36,9 @@ class LeaveOutPadding(Pass):
     A mask has a number for each token of each sequence, zero for padding. A value is matched with a
     mask by its shape. A value without tokens, such as the input of a pooler, counts as a whole.
     """
+
+    def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from inlay.errors import GraphError
-from inlay.graph import Pass, PassResult, acts, copy
+from inlay.graph import Pass, PassResult, acts, copy, require_whole
 from inlay.nodes.observe import Observe
 
 __all__ = ["PruneUnobserved"]
@@ -25,6 +25,9 @@ class PruneUnobserved(Pass):
     all they need, because the graph does not show who reads the result. Ops that change how others
     run stay too, such as those that open and close `vmap`.
     """
+
+    def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)

@@ -4,7 +4,15 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from inlay.graph import Pass, PassResult, copy, erase_with_inputs, observes, require_nodes
+from inlay.graph import (
+    Pass,
+    PassResult,
+    copy,
+    erase_with_inputs,
+    observes,
+    require_nodes,
+    require_whole,
+)
 
 __all__ = ["RemoveObservers"]
 
@@ -20,6 +28,9 @@ class RemoveObservers(Pass):
         y = linear(x, w)
         return y
     """
+
+    def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from inlay.graph import Pass, PassResult, Writes, copy, erase_with_inputs, mark_observer, observes
+from inlay.graph import (
+    Pass,
+    PassResult,
+    Writes,
+    copy,
+    erase_with_inputs,
+    mark_observer,
+    observes,
+    require_whole,
+)
 from inlay.nodes.observe import Observe
 
 __all__ = ["ShareObservers"]
@@ -25,6 +34,9 @@ class ShareObservers(Pass):
     see the same values throughout: a module that is called again with another value keeps its own
     statistics.
     """
+
+    def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)

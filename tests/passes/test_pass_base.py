@@ -2,11 +2,21 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from graphs import STATIC
 from torch.fx import GraphModule, symbolic_trace
 
 from inlay.errors import ConfigurationError, GraphError
 from inlay.graph import copy, made_by, stamp
-from inlay.passes import Pass, PassResult, Pipeline
+from inlay.passes import (
+    FINALIZE,
+    PREPARE,
+    CompareLayers,
+    OutlineRepeats,
+    Pass,
+    PassResult,
+    Pipeline,
+)
+from inlay.recipe import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +125,15 @@ def test_pipelines_fill_fields_and_leave_defaults() -> None:
 def test_a_field_that_nothing_fills_is_named() -> None:
     with pytest.raises(ConfigurationError, match="Configured needs factor"):
         Pipeline.of([Configured], keep=frozenset())
+
+
+@pytest.mark.parametrize("step", [*PREPARE[1:-1], *FINALIZE, CompareLayers])
+def test_a_graph_that_is_cut_into_regions_is_refused(step: type[Pass]) -> None:
+    """A pass that looked at the outer graph alone would miss, or drop, what is inside."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    traced = torch.export.export(model, (torch.ones(1, 2),)).module(check_guards=False)
+    cut = OutlineRepeats()(traced)
+    assert cut.modified
+    (ready,) = Pipeline.of([step], plan=Plan(model, STATIC), qparams={}).passes
+    with pytest.raises(GraphError, match="before the graph is cut into regions"):
+        ready(cut.graph_module)

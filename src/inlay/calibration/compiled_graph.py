@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
-from inlay.graph import copy, fake_value, inputs_of, label_inputs, weight_use
+from inlay.graph import copy, fake_value, inputs_of, is_region, label_inputs, weight_use
 from inlay.passes import InlineCalls
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def compile_regions(gm: GraphModule, compiler: Compiler) -> Callable[..., Any]:
     """Compile each distinct region of an outlined graph once, or a graph without any as it is."""
     if all(node.op in ("placeholder", "get_attr", "output") for node in gm.graph.nodes):
         return gm.forward  # nothing to compile
-    regions = {str(n.target) for n in gm.graph.find_nodes(op="call_module")}
-    regions = {name for name in regions if name.startswith("region_")}
+    regions = {str(node.target) for node in gm.graph.nodes if is_region(node)}
     if not regions:
         return compiler(gm, [fake_value(node) for node in inputs_of(gm.graph)])
     outer = copy(gm)

@@ -6,9 +6,11 @@ from inlay.graph.editing import (
     body_held_by,
     closes_transform,
     copy,
+    is_region,
     mutates,
     opens_transform,
     require_nodes,
+    require_whole,
     switches_modes,
 )
 from inlay.graph.higher_order import EnclosedSlot, enclosed_slots, transformed_nodes
@@ -73,6 +75,7 @@ __all__ = [
     "folded_parts",
     "format_graph",
     "inputs_of",
+    "is_region",
     "label_inputs",
     "made_by",
     "mark_folded",
@@ -85,6 +88,7 @@ __all__ = [
     "replace_value",
     "replace_weight",
     "require_nodes",
+    "require_whole",
     "slot_input",
     "slot_inputs",
     "slots_of",

@@ -16,10 +16,12 @@ __all__ = [
     "body_held_by",
     "closes_transform",
     "copy",
+    "is_region",
     "leaves",
     "mutates",
     "opens_transform",
     "require_nodes",
+    "require_whole",
     "switches_modes",
 ]
 
@@ -145,6 +147,17 @@ def require_nodes(nodes: Iterable[Node], problem: str) -> None:
     names = [node.name for node in nodes]
     if names:
         raise GraphError(f"{problem}: {', '.join(names)}")
+
+
+def require_whole(gm: GraphModule) -> None:
+    """Raise if the graph is cut into regions: a pass would not see what is inside them."""
+    regions = (node for node in gm.graph.nodes if is_region(node))
+    require_nodes(regions, "run this pass before the graph is cut into regions; it has")
+
+
+def is_region(node: Node) -> bool:
+    """Whether a node calls a region that OutlineRepeats made."""
+    return node.op == "call_module" and str(node.target).startswith("region_")
 
 
 def leaves(value: Any) -> Iterator[Any]:
