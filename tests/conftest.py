@@ -4,6 +4,8 @@ import sys
 # Some virtual machines announce AMX and cannot execute it: a product in bfloat16 would end the
 # process with an illegal instruction. oneDNN reads this when torch is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# No test reaches a hub, however it is started.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import profiles
 import pytest

@@ -364,7 +364,7 @@ def test_outputs_of_all_sorts(wrap: Any, names: list[str]) -> None:
     assert found.layers[0].sqnr_db is not None
 
 
-def test_broken_outputs_are_findinged_on() -> None:
+def test_broken_outputs_are_told() -> None:
     model = Pair()
     calibration = finalized(model, STATIC, [(torch.randn(4, 8),)])
     x = torch.randn(4, 8)

@@ -121,6 +121,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "how"), CASES)
 def test_no_pass_harms_it(op: Any, how: str) -> None:
     model = Blocks(op)
@@ -206,6 +207,7 @@ def test_what_is_observed_is_not_listed() -> None:
         assert enclosed_slots(gm, plan) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("op", [*LEFT_ALONE, *OBSERVED])
 def test_calibration(op: Any, compiler: str) -> None:
@@ -253,6 +255,7 @@ def test_branches_that_differ_are_not_the_same_block() -> None:
             assert torch.equal(found, model(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_mamba(compiler: str) -> None:

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from inlay.observers import Observer
 
+pytestmark = pytest.mark.slow
+
 
 class PeakMemory(TorchDispatchMode):
     """Bytes of the storages that are alive at the same time, at the most."""

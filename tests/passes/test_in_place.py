@@ -122,6 +122,7 @@ def test_a_write_to_something_else_changes_nothing() -> None:
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("make", [two_readers, one_module_twice])
 @pytest.mark.parametrize("write", [add_100, through_a_view, set_item])

@@ -75,6 +75,7 @@ def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:
     assert ops(again.graph_module) == ops(once.graph_module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_three_bodies(family: str) -> None:
     model = FAMILIES[family]()
