@@ -1,4 +1,4 @@
-"""What graphs are called with besides the model's own inputs: statistics, qparams, weights."""
+"""Tensors that graphs take besides the model's own inputs: statistics, qparams, weights."""
 
 from dataclasses import dataclass
 

@@ -27,19 +27,19 @@ __all__ = [
 
 
 def copy(gm: GraphModule) -> GraphModule:
-    """A graph module with a graph of its own over the same parameters and submodules.
+    """Copy a graph module: the graph is new, parameters and submodules are the same.
 
-    What the original says about where it comes from is left behind: AOTAutograd holds a graph that
-    claims to be Dynamo's to rules that a rewritten one cannot keep.
+    The copy does not claim to come from Dynamo. AOTAutograd holds a graph that does to rules which
+    a rewritten graph cannot keep.
     """
-    # A deep copy of a graph copies its nodes; what they refer to stays the same.
+    # A deep copy of a graph copies its nodes, not the tensors and modules they refer to.
     copied = GraphModule(gm, _copy.deepcopy(gm.graph), class_name=type(gm).__name__)
     copied.train(gm.training)
     return copied
 
 
 def mutates(node: Node) -> bool:
-    """Whether an op may write to what it is given."""
+    """Whether an op may write to its operands."""
     if node.op == "call_method":
         name = str(node.target)
         return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_METHODS
@@ -81,7 +81,7 @@ _FUNCTIONAL = {"auto_functionalized", "auto_functionalized_v2", "triton_kernel_w
 
 
 def bodies_of(node: Node) -> dict[Node, GraphModule]:
-    """The graphs that an op runs, such as the branches of `cond`, by the nodes that hold them."""
+    """Find the graphs that an op runs, such as branches of `cond`, by the nodes holding them."""
     if node.op != "call_function":
         return {}
     held = {argument: body_held_by(argument) for argument in node.all_input_nodes}
@@ -89,7 +89,7 @@ def bodies_of(node: Node) -> dict[Node, GraphModule]:
 
 
 def body_held_by(node: Node) -> GraphModule | None:
-    """The graph that a `get_attr` node hands to an op; None for every other node."""
+    """Return the graph that a `get_attr` node hands to an op; None for every other node."""
     owner = node.graph.owning_module
     if node.op != "get_attr" or owner is None:
         return None
@@ -134,7 +134,7 @@ _MODES = {
     "_enter_autocast", "_exit_autocast", "_set_grad_enabled",
     "_enter_inference_mode", "_exit_inference_mode",
 }  # fmt: skip
-# What transforms call around the ops that they transform.
+# Calls that transforms make around the ops they transform.
 _PREPARATIONS = {
     "lazy_load_decompositions", "_saved_tensors_hooks_disable", "_saved_tensors_hooks_enable",
     "set_inplace_requires_grad_allowed", "_set_tensor_requires_grad", "_set_fwd_grad_enabled",

@@ -30,7 +30,7 @@ __all__ = [
 
 _INPUT = "inlay_input"  # key of node.meta: what an input that a pass added stands for
 _TENSOR = "inlay_tensor"  # key of node.meta: the very tensor that an input is called with
-# Dynamo puts the variable in front of an argument's name and an underscore behind it.
+# Dynamo prefixes an argument's name with the variable and appends an underscore.
 _MASK = re.compile(r"(?:^|_)((?:decoder_|encoder_)?attention_mask)_?$")
 
 
@@ -43,7 +43,7 @@ class SlotInput:
 
 
 def attention_masks(gm: GraphModule) -> dict[str, Node]:
-    """Attention masks among the inputs by name, if they have a number for each token."""
+    """Find the attention masks among the inputs, by name, that have a number for each token."""
     found = {}
     for node in inputs_of(gm.graph):
         name = _MASK.search(node.name)
@@ -58,13 +58,13 @@ def inputs_of(graph: Graph) -> list[Node]:
 
 
 def slot_input(value: Any) -> SlotInput | None:
-    """What an input that a pass added stands for; None for everything else."""
+    """Return what an input that a pass added stands for; None for everything else."""
     found: SlotInput | None = value.meta.get(_INPUT) if isinstance(value, Node) else None
     return found
 
 
 def slot_inputs(graph: Graph) -> dict[Node, SlotInput]:
-    """Inputs that passes added, with what they stand for. They come after the model's own."""
+    """Find the inputs that passes added, after the model's own, and what they stand for."""
     return {node: node.meta[_INPUT] for node in inputs_of(graph) if _INPUT in node.meta}
 
 
@@ -104,7 +104,7 @@ def add_qparams(
 
 
 def erase_with_inputs(graph: Graph, node: Node) -> None:
-    """Erase a node, and with it what passes added for this node alone."""
+    """Erase a node and the inputs that passes added for it alone."""
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for added in inputs:

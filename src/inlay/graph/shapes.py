@@ -12,12 +12,12 @@ __all__ = ["fake_value", "propagate_shapes"]
 
 
 def fake_value(node: Node) -> Any:
-    """The value of a node without its data, as tracing left it."""
+    """Return the value of a node without its data, as tracing left it."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def propagate_shapes(gm: GraphModule, *inputs: Any) -> GraphModule:
-    """Give every node of a copy its value without data, for graphs traced without any."""
+    """Copy a graph that was traced without example inputs, and give every node its fake value."""
     gm = copy(gm)
     mode = fake_mode_of(*inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     FakeTensorProp(gm, mode).propagate(*inputs)
