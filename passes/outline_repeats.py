@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from inlay.graph import (
     Pass,
@@ -20,6 +20,7 @@ from inlay.graph import (
     switches_modes,
     transformed_nodes,
 )
+from inlay.torch_private import adopt_calling_convention, new_graph_like
 
 __all__ = ["OutlineRepeats"]
 
@@ -55,7 +56,7 @@ class OutlineRepeats(Pass):
             return PassResult(copy(gm), False)
         names: dict[Any, str] = {}
         bodies: dict[str, GraphModule] = {}
-        outer = Graph(tracer_cls=gm.graph._tracer_cls)
+        outer = new_graph_like(gm.graph)
         values: dict[Node, Node] = {}
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr") and body_held_by(node) is None:
@@ -72,7 +73,7 @@ class OutlineRepeats(Pass):
                 values[node].meta["example_value"] = fake_value(node)
         (output,) = gm.graph.find_nodes(op="output")
         outer.node_copy(output, lambda node: values[node])
-        outer._codegen = gm.graph._codegen
+        adopt_calling_convention(outer, gm.graph)
         outlined = GraphModule({**_attributes(gm), **bodies}, outer, type(gm).__name__)
         outlined.train(gm.training)
         return PassResult(outlined, True)
@@ -119,7 +120,7 @@ def _interface(piece: list[Node]) -> tuple[list[Node], list[Node]]:
 def _body(
     gm: GraphModule, piece: list[Node], inputs: list[Node], outputs: list[Node]
 ) -> GraphModule:
-    graph = Graph(tracer_cls=gm.graph._tracer_cls)
+    graph = new_graph_like(gm.graph)
     values: dict[Node, Node] = {}
     for node in inputs:
         values[node] = graph.placeholder(node.name)

@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization import QuantizationStrategy
 
 from inlay.errors import StatisticsError
 from inlay.observers import QParamsDict
@@ -12,8 +11,6 @@ from inlay.recipe import Plan, Slot
 from inlay.statistics.finalize import known_words
 
 __all__ = ["describe_unusable", "require_servable"]
-
-_HAS_GLOBAL_SCALE = QuantizationStrategy.TENSOR_GROUP
 
 
 @dataclass(frozen=True, kw_only=True)
