@@ -13,7 +13,6 @@ from inlay.graph import (
     WeightUse,
     add_input,
     add_qparams,
-    attention_masks,
     copy,
     fake_value,
     require_whole,
@@ -21,7 +20,7 @@ from inlay.graph import (
     stamp,
     weight_use,
 )
-from inlay.nodes.compare_layer import POWERS, CompareLayer
+from inlay.nodes.compare_layer import POWERS, BatchMask, CompareLayer
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import QParamsDict
 from inlay.recipe import Slot
@@ -40,8 +39,8 @@ class CompareLayers(Pass):
                                                      return y
 
     The node feeds the layer the same input with input and weight quantized, and adds the powers of
-    signal and error to sums that are inputs of the graph. It leaves out padding if the model is
-    called with an attention mask.
+    signal and error to sums that are inputs of the graph, as is the mask of the batch that tells it
+    what is padding. The graph has to run op by op.
     """
 
     qparams: Mapping[str, QParamsDict]
@@ -52,7 +51,6 @@ class CompareLayers(Pass):
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
         compared = {n.args[1] for n in gm.graph.nodes if isinstance(n.target, CompareLayer)}
-        mask = attention_masks(gm).get("attention_mask")
         modified = False
         for node in list(gm.graph.nodes):
             slots = {
@@ -65,8 +63,6 @@ class CompareLayers(Pass):
                 continue
             compare = self._insert(gm, node, use, slots)
             compare.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
-            if mask is not None:
-                compare.update_kwarg("mask", mask)
             modified = True
         gm.recompile()
         return PassResult(gm, modified)
@@ -85,6 +81,7 @@ class CompareLayers(Pass):
         any_slot = next(iter(slots.values()))
         sums = torch.zeros(len(POWERS), dtype=torch.float64)
         errors = add_input(gm.graph, SlotInput(any_slot.name, "errors"), sums, self.name)
+        batch = add_input(gm.graph, SlotInput(any_slot.name, "batch"), BatchMask(), self.name)
         quantize: QuantizeDequantize | None = None
         qparams: dict[str, Node] = {}
         if "input" in slots:
@@ -97,6 +94,6 @@ class CompareLayers(Pass):
         with gm.graph.inserting_after(use.output):
             compare: Node = gm.graph.call_function(
                 CompareLayer(quantize),
-                (use.value, use.output, weight, folded, errors, *qparams.values()),
+                (use.value, use.output, weight, folded, errors, batch, *qparams.values()),
             )
         return stamp(compare, self.name)

@@ -40,11 +40,24 @@ __all__ = [
     "trace_symbolically",
     "without_fake_mode",
     "without_torch_function",
+    "written_arguments",
 ]
 
 # OpOverload, HigherOrderOperator: the types of ops in exported graphs and of ops that call graphs,
 # to ask what they mutate and what they run. torch 2.0; both are in every exported graph, so a
 # rename would be announced.
+
+
+def written_arguments(op: OpOverload) -> list[tuple[int, str]]:
+    """The arguments that an op writes to: their positions and names.
+
+    torch 1.13; the schema of an op has no public form.
+    """
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def fake_mode_of(*values: Any) -> FakeTensorMode | None:

@@ -51,6 +51,15 @@ class Masked(Pair):
         return output.masked_fill(attention_mask.unsqueeze(-1) == 0, 0)
 
 
+class Broken(Pair):
+    """The same, in two graphs, of which neither reads the mask."""
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(hidden)
+
+
 def finalized(model: nn.Module, recipe: Recipe, batches: list[Any], **kwargs: Any) -> Calibration:
     calibration = Calibration(model, recipe, compiler="eager")
     for one in batches:
@@ -207,8 +216,10 @@ def test_layers_by_hand() -> None:
     assert layers["second"].weight_sqnr_db == pytest.approx(expected, abs=1e-3)
 
 
-def test_padding_does_not_count_for_layers_and_outputs() -> None:
-    model = Masked()
+@pytest.mark.parametrize("make", [Pair, Masked, Broken])
+def test_padding_does_not_count_for_layers_and_outputs(make: type[Pair]) -> None:
+    """Whether or not the graph of a layer reads the mask."""
+    model = make()
     calibration = finalized(model, STATIC, [{"x": torch.randn(2, 5, 8)}])
     x = torch.randn(2, 5, 8)
     mask = torch.ones(2, 5, dtype=torch.long)

@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 
 from inlay.calibration.weights import Weights
 from inlay.graph import fake_value, observes, slot_inputs
-from inlay.nodes.compare_layer import POWERS
+from inlay.nodes.compare_layer import POWERS, BatchMask
 from inlay.nodes.observe import Observe
 from inlay.recipe import Plan, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
@@ -22,8 +22,9 @@ class Bindings:
         self.statistics = statistics
         self.weights = weights
         self.layer_errors: dict[str, torch.Tensor] = {}  # sums of compare nodes, by module
+        self.batch = BatchMask()
 
-    def errors_of(self, slot: Slot, device: torch.device) -> torch.Tensor:
+    def errors_of(self, slot: Slot, device: torch.device | None) -> torch.Tensor:
         """The sums that compare nodes of the slot's module add to, made when first asked for."""
         if slot.module not in self.layer_errors:
             sums = torch.zeros(len(POWERS), dtype=torch.float64, device=device)
@@ -52,19 +53,22 @@ class GivenInput:
     key: str
     slots: tuple[Slot, ...]
     observe: Observe | None
-    device: torch.device
+    device: torch.device | None
 
-    def tensor(self, bindings: Bindings, names: dict[str, str]) -> torch.Tensor:
-        """The tensor to pass.
+    def tensor(self, bindings: Bindings, names: dict[str, str]) -> torch.Tensor | BatchMask:
+        """The tensor to pass, or the mask of whatever batch runs.
 
         :param names: from modules as they were traced to those that the graph is called for
         """
         slots = [_renamed(slot, names) for slot in self.slots]
+        if self.key == "batch":
+            return bindings.batch
         if self.key == "errors":
             return bindings.errors_of(slots[0], self.device)
         if self.observe is None:
             return bindings.quantized_value(slots[0], self.key)
         specs = None if self.observe.is_opaque else self.observe.specs
+        assert self.device is not None  # statistics are tensors
         entry = bindings.statistics.entry(slots, self.observe.rule, specs, self.device)
         return entry.inputs()[self.key]
 
@@ -80,7 +84,8 @@ def given_inputs(gm: GraphModule, plan: Plan) -> list[GivenInput]:
     for node, what in slot_inputs(gm.graph).items():
         slots, observe = observers.get(what.slot, ((), None))
         slots = slots or (plan.slots[what.slot],)
-        result.append(GivenInput(what.key, slots, observe, fake_value(node).device))
+        device = getattr(fake_value(node), "device", None)  # the mask of a batch has none
+        result.append(GivenInput(what.key, slots, observe, device))
     return result
 
 

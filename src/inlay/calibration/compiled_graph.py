@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
@@ -50,7 +49,7 @@ class CompiledGraph:
             if node in kinds
         ]
         self.variants: dict[Any, Variant] = {}
-        self._bound: dict[Any, tuple[Callable[..., Any], list[torch.Tensor]]] = {}
+        self._bound: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
 
     def __call__(self, *args: Any) -> Any:
         run, tensors = self.bind(args)
@@ -61,7 +60,7 @@ class CompiledGraph:
         """Let go of statistics and folded weights."""
         self._bound.clear()
 
-    def bind(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    def bind(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         """The compiled graph for these weights, and the statistics or qparams of their slots."""
         bindings = self.backend.bindings
         statistics = bindings.statistics

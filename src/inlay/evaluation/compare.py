@@ -66,6 +66,7 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
             for each in (pipelines, replace(pipelines, compare_layers=True))
         )
         for index, batch in enumerate(watched(batches, "comparing", show=show)):
+            bindings.batch.mask = _counted(_named(model, batch))
             plain = compared(batch) if index < _LAYER_BATCHES else _plain(model, batch)
             outputs.add(batch, plain, quantized(batch))
         layers = layer_errors(model, bindings)

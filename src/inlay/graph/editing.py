@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from inlay.errors import GraphError
-from inlay.torch_private import HigherOrderOperator, OpOverload
+from inlay.torch_private import HigherOrderOperator, OpOverload, written_arguments
 
 __all__ = [
     "acts",
@@ -46,7 +46,7 @@ def mutates(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(node.target, OpOverload):
-        return bool(node.target._schema.is_mutable)
+        return bool(written_arguments(node.target))
     name = getattr(node.target, "__name__", "")
     if isinstance(node.target, HigherOrderOperator):
         return _writes(node, name)

@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from inlay.graph.editing import leaves, mutates
 from inlay.graph.shapes import fake_value
-from inlay.torch_private import HigherOrderOperator, OpOverload, share_memory
+from inlay.torch_private import HigherOrderOperator, OpOverload, share_memory, written_arguments
 
 __all__ = ["Writes"]
 
@@ -47,11 +47,9 @@ def _written_by(node: Node) -> Iterable[Node]:
     if isinstance(node.target, HigherOrderOperator):
         return node.all_input_nodes
     if isinstance(node.target, OpOverload):
-        arguments = enumerate(node.target._schema.arguments)
         found = [
-            node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-            for at, argument in arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
+            node.args[at] if at < len(node.args) else node.kwargs.get(name)
+            for at, name in written_arguments(node.target)
         ]
     elif node.kwargs.get("out") is not None:
         found = [node.kwargs["out"]]

@@ -7,12 +7,23 @@ import torch.nn.functional as F
 
 from inlay.nodes.quantize import QuantizeDequantize
 
-__all__ = ["POWERS", "CompareLayer", "counted_rows"]
+__all__ = ["POWERS", "BatchMask", "CompareLayer", "counted_rows"]
 
 # What a compare node sums up: powers of signals and of their errors, and rows compared.
 POWERS = ("output", "output error", "input", "input error", "rows")
 # Numbers compared at a time: 64 MB in float32.
 _CHUNK = 1 << 24
+
+
+@dataclass
+class BatchMask:
+    """The attention mask of the batch that runs now; None if it has none.
+
+    Compare nodes are given this rather than an input of the model: a graph need not read the mask,
+    and after a break in the graph it may not have it.
+    """
+
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class CompareLayer:
 
     It feeds the layer what the plain model feeds it, with input and weight quantized. Its arguments
     are the input, the output, the weight, the folded weight, the sums in the order of `POWERS`, the
-    qparams of the input, and the mask of a batch with padding.
+    mask of the batch and the qparams of the input.
 
     :param quantize: how the input is quantized; None if it is not
     """
@@ -37,12 +48,12 @@ class CompareLayer:
         weight: torch.Tensor,
         folded: torch.Tensor,
         sums: torch.Tensor,
+        batch: BatchMask,
         *qparams: torch.Tensor,
-        mask: torch.Tensor | None = None,
     ) -> None:
         # The whole value, before rows are left out: dynamic scales may depend on all of it.
         quantized = value if self.quantize is None else self.quantize(value, *qparams)
-        rows = counted_rows(value, None if mask is None else mask != 0)
+        rows = counted_rows(value, None if batch.mask is None else batch.mask != 0)
         value, quantized, output = (
             tensor.flatten(0, -2)[rows].float() for tensor in (value, quantized, output)
         )
