@@ -63,19 +63,35 @@ class Annotate(Pass):
         return {}
 
     def _locator(self, gm: GraphModule) -> Callable[[str], str]:
-        """From names in the trace to names in the model: a part of it, or more, may be traced."""
+        """From names in the trace to names in the model.
+
+        A part of the model may be traced, or more than it, or one block that stands for many.
+        """
+        moves = []
         for node in gm.graph.nodes:
             use, path = weight_use(gm, node), module_path(node)
             owner = None if use is None else self.plan.owner(use.weight, use.kind)
-            if owner is None or path is None:
-                continue
-            if f".{owner}".endswith(f".{path}"):
-                missing = owner.removesuffix(path)
-                return lambda name: f"{missing}{name}"
-            if path.endswith(f".{owner}"):
-                surplus = path.removesuffix(owner)
-                return lambda name: name.removeprefix(surplus)
-        return lambda name: name
+            if owner is not None and path is not None:
+                moves.append(_move(path.split("."), owner.split(".")))
+        # Modules that share a weight go by the name of one of them, which says nothing of others.
+        plain = [(old, new) for old, new in moves if not old or not new]
+        if not plain and len(set(moves)) != 1:
+            return lambda name: name
+        old, new = (plain or moves)[0]
+
+        def located(name: str) -> str:
+            inside = not old or name == old or name.startswith(f"{old}.")
+            rest = name.removeprefix(old).removeprefix(".")
+            return ".".join(filter(None, (new, rest))) if inside else name
+
+        return located
+
+
+def _move(traced: list[str], actual: list[str]) -> tuple[str, str]:
+    """What stands before the part that two names have in common, in either."""
+    while traced and actual and traced[-1] == actual[-1]:
+        traced, actual = traced[:-1], actual[:-1]
+    return ".".join(traced), ".".join(actual)
 
 
 def _with_importance(slots: dict[str, Slot]) -> dict[str, Slot]:

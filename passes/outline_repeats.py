@@ -20,6 +20,7 @@ from inlay.graph import (
     switches_modes,
     transformed_nodes,
 )
+from inlay.nodes.call_region import CallRegion
 from inlay.torch_private import adopt_calling_convention, new_graph_like
 
 __all__ = ["OutlineRepeats"]
@@ -62,6 +63,9 @@ class OutlineRepeats(Pass):
             if node.op in ("placeholder", "get_attr") and body_held_by(node) is None:
                 values[node] = outer.node_copy(node)
         for piece in pieces:
+            if isinstance(piece[0].target, CallRegion):  # is a region of its own already
+                values[piece[0]] = outer.node_copy(piece[0], lambda node: values[node])
+                continue
             inputs, outputs = _interface(piece)
             key = _structure(piece, inputs, outputs)
             name = names.setdefault(key, f"region_{len(names)}")
@@ -92,6 +96,10 @@ def _cut(gm: GraphModule) -> list[list[Node]]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
+        if isinstance(node.target, CallRegion):
+            pieces.append([node])
+            current = None
+            continue
         if pieces and opened is not None and node in transformed:
             pieces[-1].append(node)
             continue
@@ -100,7 +108,7 @@ def _cut(gm: GraphModule) -> list[list[Node]]:
         # An op without a module belongs where it stands.
         found = _BLOCK.match(path) if path is not None else None
         block = current if path is None else found.group() if found else ""
-        if block != current or not pieces:
+        if block != current or not pieces or isinstance(pieces[-1][-1].target, CallRegion):
             pieces.append([])
             current = block
         pieces[-1].append(node)

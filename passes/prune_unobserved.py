@@ -6,6 +6,7 @@ from torch.fx import GraphModule, Node
 
 from inlay.errors import GraphError
 from inlay.graph import Pass, PassResult, acts, copy, require_whole
+from inlay.nodes.call_region import CallRegion
 from inlay.nodes.observe import Observe
 
 __all__ = ["PruneUnobserved"]
@@ -36,7 +37,7 @@ class PruneUnobserved(Pass):
         output.args = ((),)
         needed: set[Node] = set()
         for node in reversed(gm.graph.nodes):
-            if node in needed or isinstance(node.target, Observe) or acts(node):
+            if node in needed or _observes(node) or acts(node):
                 needed.update(node.all_input_nodes, [node])
         for node in reversed(list(gm.graph.nodes)):
             if node not in needed and node.op != "placeholder":
@@ -49,3 +50,9 @@ class PruneUnobserved(Pass):
         (output,) = gm.graph.find_nodes(op="output")
         if output.all_input_nodes:
             raise GraphError(f"the graph still returns {output.all_input_nodes}")
+
+
+def _observes(node: Node) -> bool:
+    if isinstance(node.target, CallRegion):
+        return node.target.observes
+    return isinstance(node.target, Observe)

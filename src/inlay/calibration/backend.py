@@ -47,9 +47,9 @@ class Backend:
         return bindings
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> CompiledGraph:
-        graph = CompiledGraph(self, gm)
+        graph = CompiledGraph(self, gm, self.pipelines)
         graph.bind(example_inputs)  # compile now, while Dynamo is compiling
-        self.graphs.append(graph)
+        self.graphs += [graph, *graph.regions]
         return graph
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.explain import explain
 from inlay.calibration.padding import padding_problem
 from inlay.calibration.pipelines import Pipelines
+from inlay.calibration.traced_once import TracedOnce
 from inlay.calibration.weights import Weights
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
@@ -131,13 +132,22 @@ class Calibration:
         # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
         whole = torch.compile(model, backend=self._observing, fullgraph=True)
         parts = torch.compile(model, backend=self._backend)
+        traced_once = TracedOnce(model)
+
+        def in_regions(*args: Any, **kwargs: Any) -> None:
+            with traced_once():
+                whole(*args, **kwargs)
+
+        ways = [*([in_regions] if traced_once else []), whole, parts]
 
         def run(*args: Any, **kwargs: Any) -> None:
-            try:
-                whole(*args, **kwargs)
-            except graph_break_error():
-                self._observe = parts
-                parts(*args, **kwargs)
+            while len(ways) > 1:
+                try:
+                    ways[0](*args, **kwargs)
+                    return
+                except graph_break_error():
+                    del ways[0]
+            ways[0](*args, **kwargs)
 
         return run
 

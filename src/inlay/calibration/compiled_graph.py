@@ -1,13 +1,24 @@
 """A graph of the model after its passes, compiled, and called with what it observes into."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
-from inlay.graph import copy, fake_value, inputs_of, is_region, label_inputs, weight_use
+from inlay.calibration.pipelines import Pipelines
+from inlay.graph import (
+    copy,
+    fake_value,
+    inputs_of,
+    is_region,
+    label_inputs,
+    repeated_graphs,
+    tensor_of,
+    weight_use,
+)
+from inlay.nodes.call_region import CallRegion
 from inlay.passes import InlineCalls
 
 if TYPE_CHECKING:
@@ -34,12 +45,18 @@ class Variant:
 
 
 class CompiledGraph:
-    """One graph of the model. Its slots are found by the weights it is called with."""
+    """One graph of the model. Its slots are found by the weights it is called with.
 
-    def __init__(self, backend: "Backend", gm: GraphModule) -> None:
-        self.backend = backend
+    A graph that it calls more than once is prepared once, as a graph of its own.
+
+    :param regions: these graphs
+    """
+
+    def __init__(self, backend: "Backend", gm: GraphModule, pipelines: Pipelines) -> None:
+        self.backend, self.pipelines = backend, pipelines
+        self.regions: list[CompiledGraph] = []
         # Weights are operands of calls until these are inlined.
-        self.gm = gm = InlineCalls()(gm).graph_module
+        self.gm = gm = InlineCalls()(self._with_regions(gm)).graph_module
         self.num_outputs = _num_outputs(gm)
         uses = [weight_use(gm, node) for node in gm.graph.nodes]
         kinds = {use.weight_node: use.kind for use in uses if use is not None}
@@ -54,7 +71,25 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         run, tensors = self.bind(args)
         results = run(*args, *tensors)
-        return results if self.backend.pipelines.outputs else (None,) * self.num_outputs
+        return results if self.pipelines.outputs else (None,) * self.num_outputs
+
+    def _with_regions(self, gm: GraphModule) -> GraphModule:
+        """Let graphs that are called more than once be called as graphs of their own."""
+        gm = copy(gm)
+        for repeated in repeated_graphs(gm):
+            # The next block reads what a block gives, whether or not the caller does.
+            pipelines = replace(self.pipelines, outputs=True)
+            region = CompiledGraph(self.backend, repeated.body, pipelines)
+            self.regions += [*region.regions, region]
+            for call in repeated.calls:
+                with gm.graph.inserting_before(call):
+                    own = gm.graph.call_function(CallRegion(region), repeated.operands(call))
+                own.meta = dict(call.meta)
+                call.replace_all_uses_with(own)
+                gm.graph.erase_node(call)
+        gm.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+        gm.recompile()
+        return gm
 
     def unbind(self) -> None:
         """Let go of statistics and folded weights."""
@@ -67,7 +102,7 @@ class CompiledGraph:
         key = (statistics.is_final, *(id(args[position]) for position, _ in self._weights))
         bound = self._bound.get(key)
         if bound is None:
-            modules = tuple(statistics.plan.owner(args[p], kind) for p, kind in self._weights)
+            modules = self.modules(args)
             variant = self._variant(bindings, modules, args)
             names = _renaming(variant.modules, modules)
             tensors = [given.tensor(bindings, names) for given in variant.inputs]
@@ -78,16 +113,38 @@ class CompiledGraph:
         self, bindings: Bindings, modules: tuple[str | None, ...], args: Sequence[Any]
     ) -> Variant:
         statistics = bindings.statistics
-        key = (statistics.is_final, *(statistics.signature(module) for module in modules))
+        key = (statistics.is_final, *map(statistics.signature, modules))
         if key not in self.variants:
             gm = label_inputs(self.gm, args)
+            self._bind_regions(gm, args)
             self.variants[key] = self._compile(bindings, gm, modules)
         return self.variants[key]
+
+    def _bind_regions(self, gm: GraphModule, args: Sequence[Any]) -> None:
+        """Prepare the regions for the weights they will be called with, and note what observes."""
+        plan = self.backend.bindings.statistics.plan
+        given = dict(zip(inputs_of(gm.graph), args, strict=True))
+        for node in gm.graph.nodes:
+            if not isinstance(node.target, CallRegion):
+                continue
+            region = node.target.run
+            assert isinstance(region, CompiledGraph)
+            operands = [
+                given.get(operand) if operand in given else tensor_of(gm, operand)
+                for operand in node.args
+            ]
+            region.bind(operands)
+            node.target = replace(node.target, observes=plan.observes_in(region.modules(operands)))
+
+    def modules(self, args: Sequence[Any]) -> tuple[str | None, ...]:
+        """The modules whose weights are among the arguments."""
+        plan = self.backend.bindings.statistics.plan
+        return tuple(plan.owner(args[position], kind) for position, kind in self._weights)
 
     def _compile(
         self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]
     ) -> Variant:
-        pipelines, qparams = self.backend.pipelines, bindings.statistics.qparams
+        pipelines, qparams = self.pipelines, bindings.statistics.qparams
         whole = pipelines.observing() if qparams is None else pipelines.quantizing(qparams)
         # The whole graph is kept for people to read; regions are for the compiler.
         prepared = whole(gm).graph_module

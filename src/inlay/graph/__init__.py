@@ -47,6 +47,7 @@ from inlay.graph.meta import (
 )
 from inlay.graph.pass_base import Pass, PassResult, Pipeline
 from inlay.graph.printing import format_graph
+from inlay.graph.repeats import RepeatedGraph, repeated_graphs
 from inlay.graph.shapes import fake_value, propagate_shapes
 from inlay.graph.writes import Writes
 
@@ -55,6 +56,7 @@ __all__ = [
     "Pass",
     "PassResult",
     "Pipeline",
+    "RepeatedGraph",
     "SlotInput",
     "WeightUse",
     "Writes",
@@ -85,6 +87,7 @@ __all__ = [
     "observes",
     "opens_transform",
     "propagate_shapes",
+    "repeated_graphs",
     "replace_value",
     "replace_weight",
     "require_nodes",

@@ -23,6 +23,7 @@ __all__ = [
     "erase_with_inputs",
     "inputs_of",
     "label_inputs",
+    "mark_mask",
     "slot_input",
     "slot_inputs",
     "tensor_of",
@@ -30,6 +31,7 @@ __all__ = [
 
 _INPUT = "inlay_input"  # key of node.meta: what an input that a pass added stands for
 _TENSOR = "inlay_tensor"  # key of node.meta: the very tensor that an input is called with
+_MASK_NAME = "inlay_mask"  # key of node.meta: the name of the attention mask that an input is
 # Dynamo prefixes an argument's name with the variable and appends an underscore.
 _MASK = re.compile(r"(?:^|_)((?:decoder_|encoder_)?attention_mask)_?$")
 
@@ -46,11 +48,17 @@ def attention_masks(gm: GraphModule) -> dict[str, Node]:
     """Find the attention masks among the inputs, by name, that have a number for each token."""
     found = {}
     for node in inputs_of(gm.graph):
-        name = _MASK.search(node.name)
+        match = _MASK.search(node.name)
+        name = node.meta.get(_MASK_NAME, match and match.group(1))
         value = node.meta.get("example_value", node.meta.get("val"))
         if name is not None and isinstance(value, torch.Tensor) and value.ndim == 2:
-            found[name.group(1)] = node
+            found[name] = node
     return found
+
+
+def mark_mask(node: Node, name: str) -> None:
+    """Record that an input is the attention mask of that name, whatever it is called itself."""
+    node.meta[_MASK_NAME] = name
 
 
 def inputs_of(graph: Graph) -> list[Node]:

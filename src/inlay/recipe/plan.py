@@ -77,8 +77,24 @@ class Plan:
 
     def signature(self, module: str | None) -> tuple[tuple[str, str], ...]:
         """Tell how a module is quantized. Modules of equal signature can share a compiled graph."""
-        slots = {} if module is None else self.of_module(module)
-        return tuple((name, key_of(slot.args)) for name, slot in slots.items())
+        return tuple((slot.base_name, key_of(slot.args)) for slot in self.slots_at(module))
+
+    def slots_at(self, module: str | None) -> list[Slot]:
+        """Return the slots of a module with a weight, and of the module around it.
+
+        Attention has slots but no weight to be found by, only modules inside that have one.
+        """
+        if module is None:
+            return []
+        around = self.of_module(module.rpartition(".")[0])
+        return [*self.of_module(module).values(), *around.values()]
+
+    def observes_in(self, modules: Iterable[str | None]) -> bool:
+        """Tell whether data is observed in any of these modules, or in one around it."""
+        slots = [slot for module in modules for slot in self.slots_at(module)]
+        return any(
+            slot.importance is not None if slot.is_weight else slot.is_observed for slot in slots
+        )
 
     def weight_slots(self) -> Iterable[Slot]:
         return (slot for slot in self.slots.values() if slot.is_weight)

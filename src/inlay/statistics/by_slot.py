@@ -147,7 +147,7 @@ class StatisticsBySlot:
         """How a module is quantized, and which of its slots have qparams."""
         if module is None or self.qparams is None:
             return self.plan.signature(module)
-        known = tuple(slot.name in self.qparams for slot in self.plan.of_module(module).values())
+        known = tuple(slot.name in self.qparams for slot in self.plan.slots_at(module))
         return (*self.plan.signature(module), *known)
 
     def _gathering(self) -> Iterable[Slot]:

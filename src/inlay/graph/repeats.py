@@ -1,0 +1,88 @@
+"""Graphs that a graph calls more than once, such as a block that Dynamo traced once."""
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from inlay.graph.editing import acts, bodies_of, copy, switches_modes
+from inlay.graph.higher_order import transformed_nodes
+from inlay.graph.inputs import attention_masks, inputs_of, mark_mask
+from inlay.graph.matching import weight_use
+
+__all__ = ["RepeatedGraph", "repeated_graphs"]
+
+_CALL = "invoke_subgraph"
+
+
+class RepeatedGraph:
+    """A graph that is called more than once, and its calls.
+
+    :param body: takes the operands of a call, then the attention masks of the graph around it
+    """
+
+    def __init__(self, body: GraphModule, calls: list[Node], masks: Mapping[str, Node]) -> None:
+        self.body = copy(body)
+        self.calls = calls
+        self._masks = list(masks.values())
+        for name, mask in masks.items():
+            last = inputs_of(self.body.graph)[-1]
+            with self.body.graph.inserting_after(last):
+                given = self.body.graph.placeholder(f"of_batch_{name}")
+            given.meta["example_value"] = mask.meta.get("example_value")
+            mark_mask(given, name)
+        self.body.recompile()
+
+    def operands(self, call: Node) -> tuple[Any, ...]:
+        """What the body takes in a call."""
+        return (*call.args[2:], *self._masks)
+
+
+def repeated_graphs(gm: GraphModule) -> list[RepeatedGraph]:
+    """Find the graphs that are called more than once and can be prepared on their own.
+
+    A graph that does anything to its operands but read them cannot, nor one whose weights are
+    computed around it, nor one that runs under a transform or in a mode that is switched around it.
+    """
+    if any(switches_modes(node) for node in gm.graph.nodes):
+        return []
+    transformed = transformed_nodes(gm.graph.nodes)
+    calls: dict[GraphModule, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == _CALL and node not in transformed:
+            (body,) = bodies_of(node).values()
+            calls.setdefault(body, []).append(node)
+    # A mask comes before what is traced, so every call may read it.
+    masks = attention_masks(gm)
+    return [
+        RepeatedGraph(body, nodes, masks)
+        for body, nodes in calls.items()
+        if len(nodes) > 1 and _stands_alone(body, nodes)
+    ]
+
+
+def _stands_alone(body: GraphModule, calls: Iterable[Node]) -> bool:
+    inputs = inputs_of(body.graph)
+    if not inputs or any(
+        acts(node) for node in body.graph.nodes if node.op not in ("placeholder", "output")
+    ):
+        return False
+    uses = (weight_use(body, node) for node in body.graph.nodes)
+    weights = {use.weight_node for use in uses if use is not None}
+    return all(
+        _are_read_one_by_one(call, body)
+        and all(
+            operand.op in ("placeholder", "get_attr")
+            for given, operand in zip(inputs, call.args[2:], strict=True)
+            if given in weights and isinstance(operand, Node)
+        )
+        for call in calls
+    )
+
+
+def _are_read_one_by_one(call: Node, body: GraphModule) -> bool:
+    (output,) = body.graph.find_nodes(op="output")
+    return isinstance(output.args[0], (tuple, list)) and all(
+        user.target is operator.getitem and isinstance(user.args[1], int) for user in call.users
+    )
