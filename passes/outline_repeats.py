@@ -1,5 +1,6 @@
 """Cut the graph into blocks, and give identical blocks one body."""
 
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,9 @@ class OutlineRepeats(Pass):
             if node.op in ("placeholder", "get_attr") and body_held_by(node) is None:
                 values[node] = outer.node_copy(node)
         for piece in pieces:
-            if isinstance(piece[0].target, CallRegion):  # is a region of its own already
-                values[piece[0]] = outer.node_copy(piece[0], lambda node: values[node])
+            if _is_call(piece[0]):
+                for node in piece:
+                    values[node] = outer.node_copy(node, lambda node: values[node])
                 continue
             inputs, outputs = _interface(piece)
             key = _structure(piece, inputs, outputs)
@@ -96,8 +98,10 @@ def _cut(gm: GraphModule) -> list[list[Node]]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        if isinstance(node.target, CallRegion):
-            pieces.append([node])
+        if _is_call(node):
+            if not pieces or not _is_call(pieces[-1][0]):
+                pieces.append([])
+            pieces[-1].append(node)
             current = None
             continue
         if pieces and opened is not None and node in transformed:
@@ -108,11 +112,18 @@ def _cut(gm: GraphModule) -> list[list[Node]]:
         # An op without a module belongs where it stands.
         found = _BLOCK.match(path) if path is not None else None
         block = current if path is None else found.group() if found else ""
-        if block != current or not pieces or isinstance(pieces[-1][-1].target, CallRegion):
+        if block != current or not pieces or _is_call(pieces[-1][0]):
             pieces.append([])
             current = block
         pieces[-1].append(node)
     return pieces
+
+
+def _is_call(node: Node) -> bool:
+    """Whether a node calls what is a region already, or takes one of its results."""
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return isinstance(node.target, CallRegion)
 
 
 def _interface(piece: list[Node]) -> tuple[list[Node], list[Node]]:

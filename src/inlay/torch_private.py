@@ -6,6 +6,7 @@ when it goes. Dynamo and Inductor take a second to import, so functions import t
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ __all__ = [
     "adopt_calling_convention",
     "allow_real_tensors",
     "compile_options",
+    "compiler_cache_folder",
     "compiler_named",
     "compiling_in",
     "fake_mode_of",
@@ -150,6 +152,16 @@ def compiler_named(name: str) -> Callable[..., Any]:
     return compiler
 
 
+def compiler_cache_folder() -> Path:
+    """The folder in which Inductor keeps what it compiled.
+
+    torch 2.5; TORCHINDUCTOR_CACHE_DIR names it in public, but it has a default too.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
 @contextmanager
 def compiling_in(mode: FakeTensorMode | None) -> Iterator[None]:
     """Compile a graph in the fake mode of its own inputs instead of Dynamo's newer one.
@@ -170,6 +182,10 @@ def inductor_settings(**settings: Any) -> AbstractContextManager[None]:
     """
     import torch._inductor.config
 
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        # torch runs such code on this machine already. Inductor would ask the C++ compiler once
+        # for each set of instructions, which with an empty cache takes longer than all else.
+        settings = {"cpp.vec_isa_ok": True, **settings}
     patch: AbstractContextManager[None] = torch._inductor.config.patch(**settings)
     return patch
 

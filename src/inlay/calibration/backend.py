@@ -9,11 +9,14 @@ from torch.fx import GraphModule
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.pipelines import Pipelines
+from inlay.calibration.tiers import CompileCosts, Forecast, Tier
 from inlay.errors import GraphError
 from inlay.ranges.kernels import keep_whole
 from inlay.torch_private import allow_real_tensors, compiler_named, compiling_in, fake_mode_of
 
-__all__ = ["Backend"]
+__all__ = ["AUTO", "Backend"]
+
+AUTO = "auto"
 
 
 class Backend:
@@ -21,12 +24,25 @@ class Backend:
 
     It refers to statistics and weights weakly: compiled code lives as long as Dynamo likes, these
     as long as their calibration.
+
+    :param compiler: a backend of Dynamo, or "auto": op by op, and Inductor for what repays it
+    :param forecast: tells "auto" how many batches are to come
     """
 
-    def __init__(self, bindings: Bindings, pipelines: Pipelines, *, compiler: str) -> None:
+    def __init__(
+        self,
+        bindings: Bindings,
+        pipelines: Pipelines,
+        *,
+        compiler: str,
+        forecast: Forecast | None = None,
+    ) -> None:
         self._bindings = weakref.ref(bindings, self._forget)
         self.pipelines = pipelines
         self.compiler = compiler
+        self.forecast = forecast or Forecast()
+        self._costs = CompileCosts()
+        self.tiers: list[Tier] = []
         self.graphs: list[CompiledGraph] = []
         self.compilations = 0
         self.__name__ = "inlay"
@@ -53,10 +69,22 @@ class Backend:
         return graph
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one region with the compiler of the calibration."""
+        """Compile one region with the compiler of the calibration, or leave that for later."""
+        if self.compiler != AUTO:
+            return self._compile(self.compiler, gm, inputs)
+        tier = Tier(
+            gm,
+            lambda: self._compile("inductor", gm, inputs),
+            forecast=self.forecast,
+            costs=self._costs,
+        )
+        self.tiers.append(tier)
+        return tier
+
+    def _compile(self, compiler: str, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1
         # The mode of the inputs themselves: Dynamo has a newer one, which refuses them.
         mode = fake_mode_of(*inputs)
         with compiling_in(mode), allow_real_tensors(mode), keep_whole():
-            compiled: Callable[..., Any] = compiler_named(self.compiler)(gm, list(inputs))
+            compiled: Callable[..., Any] = compiler_named(compiler)(gm, list(inputs))
         return compiled

@@ -1,5 +1,6 @@
 """Calibration: observe a model while it runs, then let it run quantized."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +11,13 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from inlay.calibration.backend import Backend
+from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.explain import explain
 from inlay.calibration.padding import padding_problem
 from inlay.calibration.pipelines import Pipelines
+from inlay.calibration.tiers import Forecast
 from inlay.calibration.traced_once import TracedOnce
 from inlay.calibration.weights import Weights
 from inlay.errors import ConfigurationError, StatisticsError
@@ -36,7 +38,8 @@ class Calibration:
 
     :param model: the model; it is not changed
     :param recipe: what to quantize and how
-    :param compiler: the Dynamo backend that compiles graphs with observers in them
+    :param compiler: the Dynamo backend that compiles graphs with observers in them, or "auto", the
+        default: `observe` runs op by op, and compiles with Inductor what the batches to come repay
     :param passes: passes that make a traced graph observe, as types or as instances
     :param count_padding: whether positions that the attention mask leaves out count all the same
     :param progress: whether to draw progress bars; by default where there is a terminal
@@ -47,7 +50,7 @@ class Calibration:
         model: nn.Module,
         recipe: Recipe,
         *,
-        compiler: str = "inductor",
+        compiler: str = AUTO,
         passes: Sequence[type[Pass] | Pass] = PREPARE,
         count_padding: bool = False,
         progress: bool | None = None,
@@ -61,10 +64,14 @@ class Calibration:
         self.show_progress = progress
         self._bindings = Bindings(self.statistics, Weights(model, self.plan))
         pipelines = Pipelines(plan=self.plan, prepare=passes, count_padding=count_padding)
-        self._backend = Backend(self._bindings, pipelines, compiler=compiler)
-        self._observing = Backend(
-            self._bindings, replace(pipelines, outputs=False), compiler=compiler
+        self._forecast = Forecast()
+        self._observing, self._parts = (
+            Backend(self._bindings, each, compiler=compiler, forecast=self._forecast)
+            for each in (replace(pipelines, outputs=False), pipelines)
         )
+        # Who calls `torch.compile` has said that compiling is wanted.
+        asked = "inductor" if compiler == AUTO else compiler
+        self._backend = Backend(self._bindings, pipelines, compiler=asked)
         self._observe: Callable[..., Any] | None = None
 
     @classmethod
@@ -113,7 +120,18 @@ class Calibration:
         if self._observe is None:
             self._observe = self._compile_for_statistics()
         with torch.no_grad():
-            self._observe(*args, **kwargs)
+            self._observe(*args, **_without_cache(self.model, kwargs))
+        self._forecast.done += 1
+
+    def expect(self, batches: int) -> None:
+        """Say how many more batches are to come, so that nothing is compiled for too few."""
+        self._forecast.expect(batches)
+
+    @property
+    def tiers(self) -> list[str]:
+        """How the pieces of the model run, and why, if that was left to "auto"."""
+        tiers = [*self._observing.tiers, *self._parts.tiers]
+        return [str(tier) for tier in tiers if tier.calls_in_a_batch]
 
     def run(self, batch: Any) -> None:
         """Observe a batch: keyword arguments of the model by name, or positional ones."""
@@ -125,13 +143,13 @@ class Calibration:
     @property
     def graphs(self) -> list[CompiledGraph]:
         """All graphs that were compiled so far."""
-        return [*self._backend.graphs, *self._observing.graphs]
+        return [*self._backend.graphs, *self._observing.graphs, *self._parts.graphs]
 
     def _compile_for_statistics(self) -> Callable[..., Any]:
         model = self.model
         # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
         whole = torch.compile(model, backend=self._observing, fullgraph=True)
-        parts = torch.compile(model, backend=self._backend)
+        parts = torch.compile(model, backend=self._parts)
         traced_once = TracedOnce(model)
 
         def in_regions(*args: Any, **kwargs: Any) -> None:
@@ -247,4 +265,13 @@ class Calibration:
 
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
-        return explain(self.statistics, self.graphs)
+        return explain(self.statistics, self.graphs, self.tiers)
+
+
+def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Have the model keep no keys and values: nobody reads them, and a block that keeps some is
+    traced every time.
+    """
+    if "use_cache" in kwargs or "use_cache" not in inspect.signature(model.forward).parameters:
+        return kwargs
+    return {**kwargs, "use_cache": False}

@@ -1,6 +1,7 @@
 """A graph of the model after its passes, compiled, and called with what it observes into."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
 from inlay.calibration.pipelines import Pipelines
+from inlay.calibration.tiers import Tier
 from inlay.graph import (
     copy,
     fake_value,
@@ -36,12 +38,20 @@ class Variant:
     :param graph_module: before it was cut into regions
     :param modules: whose weights it was made with
     :param inputs: what it takes after the inputs of the model
+    :param pieces: what is compiled on its own, and how often the graph calls it
     """
 
     graph_module: GraphModule
     run: Callable[..., Any]
     modules: tuple[str | None, ...]
     inputs: tuple[GivenInput, ...]
+    pieces: Mapping[str, tuple[Callable[..., Any], int]]
+
+    def count_call(self) -> None:
+        """Take note that a batch calls this graph, once more than was known."""
+        for piece, calls in self.pieces.values():
+            if isinstance(piece, Tier):
+                piece.calls_in_a_batch += calls
 
 
 class CompiledGraph:
@@ -107,6 +117,7 @@ class CompiledGraph:
             names = _renaming(variant.modules, modules)
             tensors = [given.tensor(bindings, names) for given in variant.inputs]
             bound = self._bound[key] = (variant.run, tensors)
+            variant.count_call()
         return bound
 
     def _variant(
@@ -149,26 +160,34 @@ class CompiledGraph:
         # The whole graph is kept for people to read; regions are for the compiler.
         prepared = whole(gm).graph_module
         regions = pipelines.cutting()(prepared).graph_module
-        run = compile_regions(regions, self.backend.compile)
+        run, pieces = compile_regions(regions, self.backend.compile)
         inputs = given_inputs(prepared, bindings.statistics.plan)
-        return Variant(prepared, run, modules, tuple(inputs))
+        return Variant(prepared, run, modules, tuple(inputs), pieces)
 
 
-def compile_regions(gm: GraphModule, compiler: Compiler) -> Callable[..., Any]:
-    """Compile each distinct region of an outlined graph once, or a graph without any as it is."""
+def compile_regions(
+    gm: GraphModule, compiler: Compiler
+) -> tuple[Callable[..., Any], Mapping[str, tuple[Callable[..., Any], int]]]:
+    """Compile each distinct region of an outlined graph once, or a graph without any as it is.
+
+    :return: the whole, and the compiled pieces with the number of their calls
+    """
     if all(node.op in ("placeholder", "get_attr", "output") for node in gm.graph.nodes):
-        return gm.forward  # nothing to compile
-    regions = {str(node.target) for node in gm.graph.nodes if is_region(node)}
+        return gm.forward, {}  # nothing to compile
+    regions = Counter(str(node.target) for node in gm.graph.nodes if is_region(node))
     if not regions:
-        return compiler(gm, [fake_value(node) for node in inputs_of(gm.graph)])
+        compiled = compiler(gm, [fake_value(node) for node in inputs_of(gm.graph)])
+        return compiled, {"": (compiled, 1)}
     outer = copy(gm)
-    for name in sorted(regions):
+    pieces = {}
+    for name, calls in sorted(regions.items()):
         body = gm.get_submodule(name)
         assert isinstance(body, GraphModule)
         compiled = compiler(body, [fake_value(node) for node in inputs_of(body.graph)])
+        pieces[name] = (compiled, calls)
         delattr(outer, name)
         setattr(outer, name, compiled)
-    return outer.forward
+    return outer.forward, pieces
 
 
 def _renaming(traced: tuple[str | None, ...], actual: tuple[str | None, ...]) -> dict[str, str]:

@@ -11,8 +11,10 @@ from inlay.statistics.by_slot import StatisticsBySlot
 __all__ = ["explain"]
 
 
-def explain(statistics: StatisticsBySlot, graphs: Iterable[CompiledGraph]) -> str:
-    """The slots as a table, then every distinct graph."""
+def explain(
+    statistics: StatisticsBySlot, graphs: Iterable[CompiledGraph], tiers: Iterable[str] = ()
+) -> str:
+    """The slots as a table, how pieces of the model run, then every distinct graph."""
     graphs = list(graphs)
     slots = list(statistics.plan.slots.values())
     header = ("slot", "observer", "format", "values seen", "shared with")
@@ -34,6 +36,8 @@ def explain(statistics: StatisticsBySlot, graphs: Iterable[CompiledGraph]) -> st
     enclosed = dict.fromkeys(str(one) for graph in graphs for one in _enclosed(statistics, graph))
     if enclosed:
         parts.append("\n".join(enclosed))
+    if tiers:
+        parts.append("\n".join(tiers))
     for index, graph in enumerate(graphs):
         for variant in graph.variants.values():
             parts.append(f"graph {index}:\n{format_graph(variant.graph_module)}")

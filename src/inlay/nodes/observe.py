@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from inlay.nodes.opaque import observe_opaquely
+from inlay.ranges.candidates import is_traced
 from inlay.statistics.rule import Rule, TensorSpec
 from inlay.torch_private import fake_mode_of
 
@@ -42,13 +43,38 @@ class Observe:
         if self.reason is not None:
             observe_opaquely(value, seen, tokens, *statistics, mask)
             return
-        valid = self.rule.valid(value, mask)
         before = dict(zip((spec.name for spec in self.specs), statistics, strict=True))
+        if value.device.type == "cpu" and not is_traced(value):
+            self._take_in(before, seen, tokens, value, mask)
+            return
+        valid = self.rule.valid(value, mask)
         after = self.rule.after(before, seen, value, valid)
         for name, tensor in before.items():
             tensor.copy_(after[name])
         seen.add_(1 if valid is None else valid.any().to(seen.dtype))
         tokens.add_(self.rule.tokens(value) if valid is None else valid.sum())
+
+    def _take_in(
+        self,
+        before: dict[str, torch.Tensor],
+        seen: torch.Tensor,
+        tokens: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> None:
+        """The same for a value at hand: what is known of it need not be computed both ways."""
+        if mask is not None and bool(mask.all()):
+            mask = None  # there is no padding
+        valid = self.rule.valid(value, mask)
+        if valid is not None and not bool(valid.any()):
+            return
+        is_first = int(seen) == 0
+        rule = self.rule
+        after = rule.first(before, value, valid) if is_first else rule.later(before, value, valid)
+        for name, tensor in before.items():
+            tensor.copy_(after[name])
+        seen.add_(1)
+        tokens.add_(rule.tokens(value) if valid is None else valid.sum())
 
     @property
     def is_opaque(self) -> bool:

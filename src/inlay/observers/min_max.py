@@ -1,5 +1,6 @@
 """Observers whose range goes from the smallest to the largest value."""
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from inlay.observers.base import Observer
 from inlay.observers.helpers import as_stored, lerp
 from inlay.observers.kwargs import AVERAGING_CONSTANT, Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
+from inlay.ranges.candidates import is_traced
 from inlay.ranges.padding import fill_invalid
 
 __all__ = [
@@ -73,7 +75,14 @@ class MinMaxObserver(MovingAverage):
 def _min_max(observed: torch.Tensor, valid: torch.Tensor | None) -> Tensors:
     if valid is not None:
         observed = fill_invalid(observed, valid)
-    return {
-        "min_vals": as_stored(torch.amin(observed, dim=(0, -1))),
-        "max_vals": as_stored(torch.amax(observed, dim=(0, -1))),
-    }
+    low, high = _extremes(observed)
+    return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
+
+
+def _extremes(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and the largest value of each group."""
+    shape = observed.shape[1:-1]
+    if math.prod(shape) != 1 or is_traced(observed):
+        return torch.amin(observed, dim=(0, -1)), torch.amax(observed, dim=(0, -1))
+    low, high = torch.aminmax(observed)  # reads the value once
+    return low.reshape(shape), high.reshape(shape)

@@ -148,15 +148,14 @@ class Rule:
         :param seen: how many values there were before
         """
         is_first = seen == 0
-        if self.measures:
-            assert isinstance(self.observer, MeasuringObserver)
-            first = self.measure(value, valid)
+        first = self.first(before, value, valid)
+        if isinstance(self.observer, MeasuringObserver) and self.measures:
             later = self.observer.follow(before, first)
+        elif len(tensors_of(self.observer)) == len(before):
+            later = first
         else:
             # Code that asks whether statistics are there behaves in two ways; both are traced.
-            start = {name: before[name] for name in tensors_of(self.observer)}
-            first = self._shadowed(start, value, valid)
-            later = first if len(start) == len(before) else self._shadowed(before, value, valid)
+            later = self._shadowed(before, value, valid)
         after = {
             name: (
                 later[name]
@@ -169,6 +168,23 @@ class Rule:
             return after
         # A batch of nothing but padding changes nothing.
         return {name: torch.where(valid.any(), after[name], before[name]) for name in before}
+
+    def first(
+        self, before: Tensors, value: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> Tensors:
+        """Compute the statistics after a first value."""
+        if self.measures:
+            return self.measure(value, valid)
+        start = {name: before[name] for name in tensors_of(self.observer)}
+        return self._shadowed(start, value, valid)
+
+    def later(
+        self, before: Tensors, value: torch.Tensor, valid: torch.Tensor | None = None
+    ) -> Tensors:
+        """Compute the statistics after a value that is not the first."""
+        if isinstance(self.observer, MeasuringObserver) and self.measures:
+            return self.observer.follow(before, self.measure(value, valid))
+        return self._shadowed(before, value, valid)
 
     def take_in(self, observer: Observer, value: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Let an observer with statistics of its own see a value."""

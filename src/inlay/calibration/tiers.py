@@ -1,0 +1,235 @@
+"""When to compile: pieces of a graph run op by op until the batches to come repay a compiler."""
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from inlay.files import write_atomically
+from inlay.nodes.observe import Observe
+from inlay.torch_private import compiler_cache_folder
+
+__all__ = ["CompileCosts", "Forecast", "Tier"]
+
+Compile = Callable[[], Callable[..., Any]]
+
+# How many times faster the parts of a graph run once they are compiled, as measured on CPUs with
+# `make bench`. The products of matrices, which are most of a forward, are the same code either way.
+_FORWARD = 1.0
+_OBSERVERS = {"mse": 4.0, "memoryless_mse": 4.0, "imatrix_mse": 1.5, "histogram": 1.3}
+_OTHER_OBSERVERS = 1.5
+# Calls of a piece until it is known what it takes: the first one warms up, the second is timed op
+# by op, the third as it runs.
+_PROBED = 3
+# How much longer than op by op compiled code may seem to take before it is given up: noise.
+_SLOWER = 1.05
+
+
+@dataclass
+class Forecast:
+    """How many batches a calibration has run, and how many more are to come."""
+
+    total: int | None = None
+    done: int = 0
+
+    def expect(self, batches: int) -> None:
+        self.total = self.done + batches
+
+    @property
+    def left(self) -> int:
+        """Batches after the one that runs.
+
+        If nobody says how many, as many as there were so far: whoever compiles when that repays it
+        never spends more than twice the time of the better choice.
+        """
+        return self.done if self.total is None else max(0, self.total - self.done - 1)
+
+    def __str__(self) -> str:
+        if self.total is None:
+            return f"as many batches as the {self.done} so far"
+        return f"{self.left} more batches" if self.left != 1 else "one more batch"
+
+
+@dataclass
+class CompileCosts:
+    """What compiling costs on this machine, in seconds: to start, and for each op.
+
+    It is kept beside what the compiler caches: when that is emptied, starting is slow again.
+    """
+
+    folder: Path = field(default_factory=compiler_cache_folder)
+    start: float = 9.0  # with an empty cache, on two cores
+    per_op: float = 0.06
+    started: bool = False  # whether this process has paid for the start
+
+    def __post_init__(self) -> None:
+        try:
+            known = json.loads(self._file.read_text())
+            self.start, self.per_op = float(known["start"]), float(known["per_op"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # nothing was compiled here yet
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "inlay_costs.json"
+
+    def estimate(self, ops: int) -> float:
+        return (0.0 if self.started else self.start) + self.per_op * ops
+
+    def learn(self, ops: int, seconds: float) -> None:
+        """Take in what a compilation took. The next process finds the compiler's cache filled."""
+        if self.started:
+            self.per_op = seconds / ops
+        else:
+            self.start = min(self.start, max(1.0, seconds - self.per_op * ops))
+        self.started = True
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, json.dumps({"start": self.start, "per_op": self.per_op}))
+        except OSError:
+            return  # costs are then estimated again
+
+
+class Tier:
+    """A piece of a graph that runs op by op, and compiled once that repays itself.
+
+    :param gm: the piece
+    :param compile: compiles it
+    """
+
+    def __init__(
+        self, gm: GraphModule, compile: Compile, *, forecast: Forecast, costs: CompileCosts
+    ) -> None:
+        self.gm, self._compile = gm, compile
+        self.forecast, self.costs = forecast, costs
+        self.calls = 0
+        self.calls_in_a_batch = 0
+        self.is_compiled = False
+        self.reason = "op by op: too few calls to judge"
+        self._run: Callable[..., Any] = gm.forward
+        self._next_decision: int | None = _PROBED
+        self._parts: Mapping[str, float] = {}  # seconds of a call by observer; "" for the rest
+        self._op_by_op = 0.0  # seconds of a call
+        self._compiled: list[float] = []
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self._next_decision is None or self.calls not in (2, self._next_decision):
+            return self._run(*args)
+        if self.is_compiled:
+            return self._check(args)
+        if self.calls == 2:
+            return self._probe(args)
+        start = _now(args)
+        result = self._run(*args)
+        self._op_by_op = _now(args) - start
+        self._decide()
+        return result
+
+    def __str__(self) -> str:
+        times = "once" if self.calls_in_a_batch == 1 else f"{self.calls_in_a_batch} times"
+        return f"{self.ops} ops that a batch runs {times}: {self.reason}"
+
+    @property
+    def ops(self) -> int:
+        """How much there is to compile. An observer is a handful of ops, a search many."""
+        return sum(_ops(node) for node in self.gm.graph.nodes)
+
+    def _probe(self, args: Sequence[Any]) -> Any:
+        timed = _Timed(self.gm)
+        result = timed.run(*args)
+        self._parts = timed.seconds
+        return result
+
+    def _decide(self) -> None:
+        measured = sum(self._parts.values()) or 1.0
+        faster = {name: seconds / _speedup(name) for name, seconds in self._parts.items()}
+        saved_in_a_call = self._op_by_op * (1 - sum(faster.values()) / measured)
+        calls = self.forecast.left * self.calls_in_a_batch
+        calls += max(0, self.calls_in_a_batch - self.calls)
+        saved, cost = saved_in_a_call * calls, self.costs.estimate(self.ops)
+        if saved > cost:
+            self._promote(saved, cost)
+            return
+        self.reason = (
+            f"op by op: compiling would take about {cost:.0f} s and save {saved:.0f} s over "
+            f"{self.forecast}"
+        )
+        # Without a number of batches, look again when there were as many more.
+        self._next_decision = None if self.forecast.total is not None else 2 * self.calls
+
+    def _promote(self, saved: float, cost: float) -> None:
+        start = time.perf_counter()
+        try:
+            self._run = self._compile()
+        except Exception as error:
+            # Whatever ails the compiler, the calibration does not need it.
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            warnings.warn(f"going on op by op, for compiling failed: {reason}", stacklevel=2)
+            self.reason, self._next_decision = f"op by op: compiling failed: {reason}", None
+            return
+        taken = time.perf_counter() - start
+        self.costs.learn(self.ops, taken)
+        self.is_compiled = True
+        self._next_decision = self.calls + 2  # the first call of new code warms up
+        self.reason = (
+            f"compiled after {self.calls} calls, in {taken:.0f} s: it should save {saved:.0f} s "
+            f"over {self.forecast}"
+        )
+
+    def _check(self, args: Sequence[Any]) -> Any:
+        """Give up compiled code that is slower than op by op."""
+        start = _now(args)
+        result = self._run(*args)
+        self._compiled.append(_now(args) - start)
+        if min(self._compiled) <= self._op_by_op * _SLOWER:
+            self._next_decision = None
+        elif len(self._compiled) < _PROBED:
+            self._next_decision = self.calls + 1
+        else:
+            self._run, self.is_compiled, self._next_decision = self.gm.forward, False, None
+            self.reason = (
+                f"op by op: compiled, a call took {min(self._compiled):.3f} s instead of "
+                f"{self._op_by_op:.3f} s"
+            )
+        return result
+
+
+class _Timed(Interpreter):
+    """Runs a graph op by op, and takes the seconds of its observers and of the rest."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.seconds: dict[str, float] = {}
+
+    def run_node(self, n: Node) -> Any:
+        start = _now(n.meta.get("example_value"))
+        result = super().run_node(n)
+        name = n.target.rule.name if isinstance(n.target, Observe) else ""
+        taken = _now(n.meta.get("example_value")) - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + taken
+        return result
+
+
+def _speedup(part: str) -> float:
+    return _OBSERVERS.get(part, _OTHER_OBSERVERS) if part else _FORWARD
+
+
+def _ops(node: Node) -> int:
+    if not isinstance(node.target, Observe):
+        return int(node.op not in ("placeholder", "output", "get_attr"))
+    return 40 if _speedup(node.target.rule.name) > 2 else 8
+
+
+def _now(values: Any) -> float:
+    """The time when the device of the values has done what it was given."""
+    flat = values if isinstance(values, (tuple, list)) else (values,)
+    if any(isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta") for v in flat):
+        torch.accelerator.synchronize()
+    return time.perf_counter()
