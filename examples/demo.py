@@ -27,7 +27,7 @@ SCHEMES = {
 }
 
 
-def main(folder: Path, *, sentences: int | None = None, compiler: str = "inductor") -> None:
+def main(folder: Path, *, sentences: int | None = None, compiler: str = "auto") -> None:
     """Quantize into the folder, from all sentences if no number is given."""
     console = Console()
     model = AutoModel.from_pretrained(get_model_path()).eval()

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=PROSE, help="a text a line; the last 12 judge")
     parser.add_argument("--question", default="Why is the sky blue? Answer in one sentence.")
     parser.add_argument("--only", choices=RUNS, help="one of the runs instead of all")
-    parser.add_argument("--compiler", default="inductor", help="the Dynamo backend that compiles")
+    parser.add_argument("--compiler", default="auto", help="a Dynamo backend")
     parser.add_argument("--out", type=Path, default=Path("build/language_model"))
     arguments = parser.parse_args()
     options = {"gguf_file": arguments.gguf, "download": arguments.download}

@@ -56,13 +56,17 @@ class Bar:
             disable=not show,
             transient=True,
         )
-        self._task = self._progress.add_task(what, total=total, rate="compiling")
+        self._task = self._progress.add_task(what, total=total, rate="tracing")
 
-    def advance(self, amount: int) -> None:
-        """Count one more step of the given amount."""
+    def advance(self, amount: int, note: str = "") -> None:
+        """Count one more step of the given amount.
+
+        :param note: shown behind the rate
+        """
         self.amount += amount
         elapsed = self._progress.tasks[0].elapsed
         rate = f"{self.amount / elapsed:,.0f} {self.unit}/s" if elapsed else ""
+        rate = ", ".join(filter(None, (rate, note)))
         self._progress.update(self._task, advance=1, rate=rate)
 
     def __enter__(self) -> "Bar":

@@ -28,9 +28,10 @@ __all__ = [
     "compiling_in",
     "fake_mode_of",
     "forget_compiled",
-    "graph_break_error",
+    "graph_break_errors",
     "inductor_settings",
     "is_proxied",
+    "lost_guards",
     "mark_varying",
     "module_behind",
     "never_fall_back",
@@ -202,11 +203,23 @@ def never_fall_back() -> Iterator[None]:
         yield
 
 
-def graph_break_error() -> type[Exception]:
-    """What Dynamo raises with `fullgraph=True` where the graph would break. torch 2.0."""
-    from torch._dynamo.exc import Unsupported
+def graph_break_errors() -> tuple[type[Exception], ...]:
+    """What Dynamo raises with `fullgraph=True` where the graph would break.
 
-    return Unsupported
+    torch 2.1; the second is for breaks inside a region, which has to be traced as a whole.
+    """
+    from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported
+
+    return Unsupported, UncapturedHigherOrderOpError
+
+
+def lost_guards(mode: FakeTensorMode | None) -> int:
+    """How many conditions on sizes came up after Dynamo had written down those it checks.
+
+    torch 2.1; else compile while Dynamo is tracing.
+    """
+    shapes = None if mode is None else mode.shape_env
+    return 0 if shapes is None else int(shapes.counter["ignored_backward_guard"])
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:

@@ -12,7 +12,13 @@ from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.tiers import CompileCosts, Forecast, Tier
 from inlay.errors import GraphError
 from inlay.ranges.kernels import keep_whole
-from inlay.torch_private import allow_real_tensors, compiler_named, compiling_in, fake_mode_of
+from inlay.torch_private import (
+    allow_real_tensors,
+    compiler_named,
+    compiling_in,
+    fake_mode_of,
+    lost_guards,
+)
 
 __all__ = ["AUTO", "Backend"]
 
@@ -74,12 +80,21 @@ class Backend:
             return self._compile(self.compiler, gm, inputs)
         tier = Tier(
             gm,
-            lambda: self._compile("inductor", gm, inputs),
+            lambda: self._compile_later(gm, inputs),
             forecast=self.forecast,
             costs=self._costs,
         )
         self.tiers.append(tier)
         return tier
+
+    def _compile_later(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile when Dynamo is done, and checks the sizes it knew to matter and no others."""
+        mode = fake_mode_of(*inputs)
+        known = lost_guards(mode)
+        compiled = self._compile("inductor", gm, inputs)
+        if lost_guards(mode) > known:
+            raise GraphError("the code would be right for some sizes of the batch only")
+        return compiled
 
     def _compile(self, compiler: str, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.compilations += 1

@@ -1,6 +1,5 @@
 """Calibration: observe a model while it runs, then let it run quantized."""
 
-import inspect
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,8 +16,8 @@ from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.explain import explain
 from inlay.calibration.padding import padding_problem
 from inlay.calibration.pipelines import Pipelines
-from inlay.calibration.tiers import Forecast
-from inlay.calibration.traced_once import TracedOnce
+from inlay.calibration.tiers import Forecast, Tier
+from inlay.calibration.traced_once import TracedOnce, first_that_traces, without_cache
 from inlay.calibration.weights import Weights
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
@@ -28,7 +27,6 @@ from inlay.recipe import Plan, Recipe
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.finalize import finalize
 from inlay.statistics.on_disk import DataSeen, StoredStatistics, with_gathering_observers
-from inlay.torch_private import graph_break_error
 
 __all__ = ["Calibration"]
 
@@ -120,7 +118,7 @@ class Calibration:
         if self._observe is None:
             self._observe = self._compile_for_statistics()
         with torch.no_grad():
-            self._observe(*args, **_without_cache(self.model, kwargs))
+            self._observe(*args, **without_cache(self.model, kwargs))
         self._forecast.done += 1
 
     def expect(self, batches: int) -> None:
@@ -130,8 +128,23 @@ class Calibration:
     @property
     def tiers(self) -> list[str]:
         """How the pieces of the model run, and why, if that was left to "auto"."""
+        return list(dict.fromkeys(str(tier) for tier in self._tiers))
+
+    @property
+    def tier(self) -> str:
+        """How the model runs, in a word or two, if that was left to "auto"."""
+        compiled = sum(tier.is_compiled for tier in self._tiers)
+        return "compiled" if compiled else "op by op" if self._tiers else ""
+
+    @property
+    def compilations(self) -> int:
+        """How many graphs were traced and pieces of them compiled so far."""
+        return len(self.graphs) + sum(tier.is_compiled for tier in self._tiers)
+
+    @property
+    def _tiers(self) -> list[Tier]:
         tiers = [*self._observing.tiers, *self._parts.tiers]
-        return [str(tier) for tier in tiers if tier.calls_in_a_batch]
+        return [tier for tier in tiers if tier.calls]
 
     def run(self, batch: Any) -> None:
         """Observe a batch: keyword arguments of the model by name, or positional ones."""
@@ -150,24 +163,7 @@ class Calibration:
         # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
         whole = torch.compile(model, backend=self._observing, fullgraph=True)
         parts = torch.compile(model, backend=self._parts)
-        traced_once = TracedOnce(model)
-
-        def in_regions(*args: Any, **kwargs: Any) -> None:
-            with traced_once():
-                whole(*args, **kwargs)
-
-        ways = [*([in_regions] if traced_once else []), whole, parts]
-
-        def run(*args: Any, **kwargs: Any) -> None:
-            while len(ways) > 1:
-                try:
-                    ways[0](*args, **kwargs)
-                    return
-                except graph_break_error():
-                    del ways[0]
-            ways[0](*args, **kwargs)
-
-        return run
+        return first_that_traces([*TracedOnce(model).running(whole), whole, parts])
 
     @property
     def model(self) -> nn.Module:
@@ -266,12 +262,3 @@ class Calibration:
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
         return explain(self.statistics, self.graphs, self.tiers)
-
-
-def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Have the model keep no keys and values: nobody reads them, and a block that keeps some is
-    traced every time.
-    """
-    if "use_cache" in kwargs or "use_cache" not in inspect.signature(model.forward).parameters:
-        return kwargs
-    return {**kwargs, "use_cache": False}

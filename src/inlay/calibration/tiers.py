@@ -120,12 +120,12 @@ class Tier:
 
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
-        if self._next_decision is None or self.calls not in (2, self._next_decision):
+        if self.calls == 2:
+            return self._probe(args)
+        if self.calls != self._next_decision:
             return self._run(*args)
         if self.is_compiled:
             return self._check(args)
-        if self.calls == 2:
-            return self._probe(args)
         start = _now(args)
         result = self._run(*args)
         self._op_by_op = _now(args) - start
@@ -161,8 +161,9 @@ class Tier:
             f"op by op: compiling would take about {cost:.0f} s and save {saved:.0f} s over "
             f"{self.forecast}"
         )
-        # Without a number of batches, look again when there were as many more.
-        self._next_decision = None if self.forecast.total is not None else 2 * self.calls
+        # If nobody says how many batches there are, every one of them is news.
+        is_settled = self.forecast.total is not None
+        self._next_decision = None if is_settled else self.calls + max(1, self.calls_in_a_batch)
 
     def _promote(self, saved: float, cost: float) -> None:
         start = time.perf_counter()

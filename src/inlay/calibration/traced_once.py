@@ -1,17 +1,17 @@
 """Have Dynamo trace the block of a model once, and not every time the model repeats it."""
 
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["TracedOnce"]
+from inlay.torch_private import graph_break_errors
 
-# With fewer blocks there is little to save, and each would still be a graph of its own.
-_REPEATS = 3
+__all__ = ["TracedOnce", "first_that_traces", "without_cache"]
 
 
 class TracedOnce:
@@ -26,11 +26,17 @@ class TracedOnce:
             for cls in _block_classes(model)
         }
 
-    def __bool__(self) -> bool:
-        return bool(self._marked)
+    def running(self, compiled: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """The compiled model as a way to run with blocks traced once, if there are any."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._marks():
+                return compiled(*args, **kwargs)
+
+        return [run] if self._marked else []
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def _marks(self) -> Iterator[None]:
         own = {cls: vars(cls).get("forward") for cls in self._marked}
         try:
             for cls, marked in self._marked.items():
@@ -44,6 +50,34 @@ class TracedOnce:
                     cls.forward = forward
 
 
+def without_cache(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch, and that the model is to keep no keys and values.
+
+    Nobody reads them, and a block that keeps some is traced every time.
+    """
+    if "use_cache" in batch or "use_cache" not in inspect.signature(model.forward).parameters:
+        return batch
+    return {**batch, "use_cache": False}
+
+
+def first_that_traces(ways: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Run by the first way whose graph Dynamo can trace without a break, from then on by that one.
+
+    :param ways: ways to run the same; the last one takes breaks
+    """
+    left = list(ways)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        while len(left) > 1:
+            try:
+                return left[0](*args, **kwargs)
+            except graph_break_errors():
+                del left[0]
+        return left[0](*args, **kwargs)
+
+    return run
+
+
 def _block_classes(model: nn.Module) -> set[type[nn.Module]]:
     """The classes of modules that stand in rows, with numbers for names; the outermost ones."""
     found: set[type[nn.Module]] = set()
@@ -52,7 +86,7 @@ def _block_classes(model: nn.Module) -> set[type[nn.Module]]:
         module = left.pop()
         children = dict(module.named_children())
         counts = Counter(type(child) for name, child in children.items() if name.isdigit())
-        repeated = {cls for cls, count in counts.items() if count >= _REPEATS}
+        repeated = {cls for cls, count in counts.items() if count > 1}
         found |= {cls for cls in repeated if _can_be_marked(cls, children.values())}
         left += [child for child in children.values() if type(child) not in repeated]
     return found

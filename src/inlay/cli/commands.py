@@ -87,7 +87,13 @@ def calibrate(
     ] = False,
     out: Out,
     accept: Accept = None,
-    compiler: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
+    compiler: Annotated[
+        str,
+        typer.Option(
+            help="Backend of torch.compile, or [b]auto[/b]: op by op, and compiled where that "
+            "takes less time than it saves."
+        ),
+    ] = "auto",
     dtype: DtypeOption = Dtype.AUTO,
     gguf_file: GgufFile = None,
     download: Download = False,

@@ -11,6 +11,7 @@ from torch import nn
 
 from inlay.calibration import Calibration
 from inlay.calibration.backend import Backend
+from inlay.calibration.traced_once import TracedOnce, first_that_traces, without_cache
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError, GraphError
 from inlay.evaluation.layer_errors import layer_errors
@@ -56,7 +57,7 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
     _require_finalized(model, calibration)
     bindings = calibration.comparing()
     varying = varying_sizes(batches)
-    batches = [on_device_of(model, batch, varying) for batch in batches]
+    batches = [_without_cache(model, on_device_of(model, b, varying)) for b in batches]
     show = calibration.show_progress
     with _evaluating(model):
         outputs = _Outputs(model)
@@ -128,7 +129,9 @@ class _Whole(nn.Module):
 
 def _op_by_op(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
     """Return the graphs of a backend, run op by op so that only quantization makes a difference."""
-    compiled = torch.compile(_Whole(model), backend=backend)
+    whole = torch.compile(_Whole(model), backend=backend, fullgraph=True)
+    parts = torch.compile(_Whole(model), backend=backend)
+    compiled = first_that_traces([*TracedOnce(model).running(whole), parts])
 
     def run(batch: Batch) -> Any:
         # If Dynamo gave up it would run the plain model, and nothing would seem to have changed.
@@ -146,6 +149,10 @@ def _op_by_op(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
 
 def _call(model: Callable[..., Any], batch: Batch) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+
+def _without_cache(model: nn.Module, batch: Batch) -> Batch:
+    return without_cache(model, batch) if isinstance(batch, Mapping) else batch
 
 
 def _named(model: nn.Module, batch: Batch) -> Mapping[str, Any]:

@@ -70,6 +70,7 @@ def report_of(
         size_after=after,
         versions=_versions(),
         stages=tuple(Stage(name=name, seconds=seconds) for name, seconds in record.stages),
+        tiers=tuple(calibration.tiers),
         changes=() if comparison is None else comparison.changes,
         layers=layers,
         slots=slots,

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from inlay.graph.editing import acts, bodies_of, copy, switches_modes
+from inlay.graph.editing import bodies_of, copy, switches_modes
 from inlay.graph.higher_order import transformed_nodes
 from inlay.graph.inputs import attention_masks, inputs_of, mark_mask
 from inlay.graph.matching import weight_use
+from inlay.graph.writes import Writes
 
 __all__ = ["RepeatedGraph", "repeated_graphs"]
 
@@ -42,8 +43,8 @@ class RepeatedGraph:
 def repeated_graphs(gm: GraphModule) -> list[RepeatedGraph]:
     """Find the graphs that are called more than once and can be prepared on their own.
 
-    A graph that does anything to its operands but read them cannot, nor one whose weights are
-    computed around it, nor one that runs under a transform or in a mode that is switched around it.
+    A graph that writes to its operands cannot, nor one whose weights are computed around it, nor
+    one that runs under a transform or in a mode that is switched around it.
     """
     if any(switches_modes(node) for node in gm.graph.nodes):
         return []
@@ -64,9 +65,9 @@ def repeated_graphs(gm: GraphModule) -> list[RepeatedGraph]:
 
 def _stands_alone(body: GraphModule, calls: Iterable[Node]) -> bool:
     inputs = inputs_of(body.graph)
-    if not inputs or any(
-        acts(node) for node in body.graph.nodes if node.op not in ("placeholder", "output")
-    ):
+    writes = Writes(body.graph)
+    (output,) = body.graph.find_nodes(op="output")
+    if not inputs or any(writes.before(output, value) for value in inputs):
         return False
     uses = (weight_use(body, node) for node in body.graph.nodes)
     weights = {use.weight_node for use in uses if use is not None}

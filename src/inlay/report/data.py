@@ -148,6 +148,7 @@ class ReportData:
     size_after: int
     versions: dict[str, str] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
+    tiers: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     layers: tuple[LayerError, ...] = ()
     slots: tuple[SlotRecord, ...] = ()

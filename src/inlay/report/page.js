@@ -461,7 +461,7 @@ function slotsSection(slots, chooseSlot) {
   apply();
 }
 
-function fillStages(stages) {
+function fillStages(stages, tiers) {
   const longest = Math.max(...stages.map((stage) => numeric(stage.seconds)).filter(isDrawable));
   const cells = stages.flatMap(({ name, seconds }) => {
     const bar = element("span");
@@ -475,6 +475,7 @@ function fillStages(stages) {
   });
   byId("stages").replaceChildren(
     stages.length ? element("div", "stages", cells) : nothing("Not measured."),
+    ...tiers.map((tier) => element("p", "hint", tier)),
   );
 }
 
@@ -495,7 +496,7 @@ function main() {
   fillSummary(report);
   fillFindings(report.findings);
   fillChanges(report.changes);
-  fillStages(report.stages);
+  fillStages(report.stages, report.tiers);
   fillOrigin(report);
   const kinds = kindsOf([...report.layers, ...report.slots].map(({ module }) => module));
   const distribution = distributionSection(report.slots);

@@ -88,7 +88,7 @@ def _summary(data: ReportData) -> str:
         "Size": f"{size(data.size_before)} before, {size(data.size_after)} after",
         "Calibrated on": f"{count(data.tokens)} tokens in {count(data.samples)} samples of "
         f"{data.data}, and {count(data.padding_tokens)} tokens of padding",
-        "Time": duration(seconds),
+        "Time": "; ".join([duration(seconds), *data.tiers]),
         "Created": data.created,
     }
     terms = "".join(f"<dt>{name}</dt><dd>{_escaped(text)}</dd>" for name, text in facts.items())

@@ -38,7 +38,7 @@ def calibrate(
     batch_size: int = 1,
     held_out: int = 16,
     count_padding: bool = False,
-    compiler: str = "inductor",
+    compiler: str = "auto",
     accept: Collection[str] = (),
     statistics: str | Path | None = None,
     resume: bool = False,
@@ -53,6 +53,7 @@ def calibrate(
     :param samples: how many rows calibrate; all if not given
     :param held_out: how many rows after those are kept for comparing the model before and after
     :param count_padding: count positions that the attention mask leaves out
+    :param compiler: see `Calibration`
     :param accept: see `Calibration.finalize`
     :param statistics: a folder that keeps the statistics while the run goes on
     :param resume: continue from the statistics in that folder
@@ -135,6 +136,8 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
     total = _count(batches)
     varying = varying_sizes(batches if total else ())
     show = run.show_progress
+    if total is not None:
+        run.expect(total - already.batches)
     with Bar("calibrating", total=total, unit="tokens", show=show) as bar:
         for batch in batches:
             tokens, padding = count_tokens(batch)
@@ -153,7 +156,7 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
                 run.require_padding_left_out()
                 checked = len(run.graphs)
             run.data_seen = run.data_seen.after(digest(batch), **step)
-            bar.advance(tokens)
+            bar.advance(tokens, run.tier)
             keeper.save_now_and_then(run)
     if again.batches < already.batches:
         raise StatisticsError(
@@ -168,10 +171,10 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
 
 
 def _run_timed(run: Run, batch: Any) -> None:
-    """Run a batch. Tracing and compiling for a new shape is a stage of its own."""
-    known, start = len(run.graphs), time.perf_counter()
+    """Run a batch. One in which something was traced or compiled is a stage of its own."""
+    known, start = run.compilations, time.perf_counter()
     run.run(batch)
-    name = "calibrating" if len(run.graphs) == known else "tracing and compiling"
+    name = "calibrating" if run.compilations == known else "tracing and compiling"
     run.stages.add(name, time.perf_counter() - start)
 
 

@@ -1,0 +1,231 @@
+"""Blocks that are traced and prepared once: the same numbers as traced one by one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import batch, bert, gemma3, llama, mixtral, qwen3, vit
+from torch import nn
+
+from inlay import Calibration, Recipe
+from inlay.calibration.traced_once import TracedOnce
+from inlay.evaluation.compare import compare
+from inlay.nodes.call_region import CallRegion
+
+STATIC = {"inputs": {"observer": "static_minmax"}}
+RECIPES = {
+    "static": lambda **more: Recipe.from_preset("W8A8_STATIC", **STATIC, **more),
+    "average": lambda **more: Recipe.from_preset("W8A8_STATIC", **more),
+    "importance": lambda **more: Recipe.from_preset(
+        "W4A16", weights={"observer": "imatrix_mse", "group_size": 16}, **more
+    ),
+    "cache": lambda **more: Recipe.from_preset(
+        "FP8", kv_cache={"num_bits": 8, "type": "float", "strategy": "tensor"}, **more
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Have blocks traced one by one, as if torch had no regions."""
+
+    def switch() -> None:
+        torch._dynamo.reset()
+        monkeypatch.setattr(TracedOnce, "running", lambda self, compiled: [])
+
+    return switch
+
+
+def padded(model: nn.Module, index: int) -> dict[str, Any]:
+    one = batch(model, index)
+    if "attention_mask" in one:
+        one["attention_mask"][0, 4:] = 0
+    return one
+
+
+def calibrated(model: nn.Module, recipe: Recipe, batches: int = 2) -> Calibration:
+    calibration = Calibration(model, recipe, compiler="eager")
+    for index in range(batches):
+        calibration.observe(**padded(model, index))
+    return calibration
+
+
+def regions(calibration: Calibration) -> list[CallRegion]:
+    return [
+        node.target
+        for graph in calibration.graphs
+        for variant in graph.variants.values()
+        for node in variant.graph_module.graph.nodes
+        if isinstance(node.target, CallRegion)
+    ]
+
+
+def assert_equal_qparams(one: Calibration, other: Calibration) -> None:
+    # Of modules that share a weight, one stands for all.
+    left, right = (each.finalize(accept=["unobserved"]) for each in (one, other))
+    assert any("input" in name or ".k" in name for name in left) or not list(
+        one.plan.activation_slots()
+    )
+    assert left.keys() == right.keys()
+    for name, qparams in left.items():
+        for key, value in qparams.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, right[name][key]), (name, key)
+
+
+def head_of(model: nn.Module) -> list[str]:
+    return ["lm_head"] if hasattr(model, "lm_head") else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("family", [llama, qwen3, gemma3, mixtral, bert, vit])
+def test_same_numbers_as_traced_one_by_one(family: Any, kind: str, one_by_one: Any) -> None:
+    model = family(num_hidden_layers=3)
+    if kind == "cache" and family in (bert, vit):
+        pytest.skip("has no key-value cache")
+    recipe = RECIPES[kind](ignore=head_of(model))
+    together = calibrated(model, recipe)
+    if family in (llama, qwen3, mixtral, vit):
+        assert len(regions(together)) == 3
+    one_by_one()
+    apart = calibrated(model, recipe)
+    assert regions(apart) == []
+    assert_equal_qparams(together, apart)
+
+
+@pytest.mark.parametrize("kind", ["static", "cache"])
+def test_blocks_that_are_quantized_unlike(kind: str, one_by_one: Any) -> None:
+    """The body was traced in a block that the recipe leaves alone, or treats in another way."""
+    model = llama(num_hidden_layers=4)
+    recipe = RECIPES[kind](ignore=["lm_head", "re:.*layers\\.0\\..*", "re:.*layers\\.2\\.mlp.*"])
+    together = calibrated(model, recipe)
+    assert len(regions(together)) == 4
+    one_by_one()
+    assert_equal_qparams(together, calibrated(model, recipe))
+
+
+def test_blocks_after_the_last_that_is_observed_do_not_run() -> None:
+    model = llama(num_hidden_layers=4)
+    recipe = RECIPES["static"](ignore=["lm_head", "re:.*layers\\.[23]\\..*"])
+    assert len(regions(calibrated(model, recipe))) == 2
+
+
+@pytest.mark.slow
+def test_compared_and_quantized_alike(one_by_one: Any) -> None:
+    model = llama(num_hidden_layers=3)
+    calibration = calibrated(model, RECIPES["static"](ignore=["lm_head"]))
+    calibration.finalize()
+    held_out = [padded(model, 5), padded(model, 6)]
+    together = compare(model, calibration, held_out)
+    one_by_one()
+    apart = compare(model, calibration, held_out)
+    for one, other in zip(together.changes, apart.changes, strict=True):
+        for number in ("value", "before", "after"):
+            left, right = getattr(one, number), getattr(other, number)
+            assert left == right or left == pytest.approx(right, rel=1e-5)
+    assert [layer.module for layer in together.layers] == [layer.module for layer in apart.layers]
+    for one, other in zip(together.layers, apart.layers, strict=True):
+        assert one.sqnr_db == pytest.approx(other.sqnr_db, rel=1e-5)
+
+
+def test_nothing_stays_on_the_class() -> None:
+    model = llama(num_hidden_layers=3)
+    cls = type(model.model.layers[0])
+    forward, names = cls.forward, set(vars(cls.forward))
+    calibrated(model, RECIPES["static"](ignore=["lm_head"]))
+    with pytest.raises(Exception, match=r"shape|size|str"):
+        Calibration(model, RECIPES["static"]()).observe(input_ids="no tensor")
+    assert cls.forward is forward
+    assert set(vars(forward)) == names
+    assert all("forward" not in vars(layer) for layer in model.model.layers)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc(x).relu()
+
+
+class InPlace(Block):
+    """Writes to what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(self.fc(x).relu())
+
+
+class Broken(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Derived(Block):
+    """Has no `forward` of its own."""
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[Block], *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        if tied:
+            self.blocks[2].fc.weight = self.blocks[0].fc.weight
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("block", [Block, Derived, InPlace, Broken])
+def test_blocks_of_all_sorts(block: type[Block], tied: bool, one_by_one: Any) -> None:
+    model = Stack(block, tied=tied)
+    x = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+    def run() -> Calibration:
+        calibration = Calibration(model, RECIPES["static"](), compiler="eager")
+        for value in x:
+            calibration.observe(value.clone())
+        return calibration
+
+    together = run()
+    assert len(regions(together)) == (3 if block in (Block, Derived) else 0)
+    one_by_one()
+    assert_equal_qparams(together, run())
+
+
+def test_a_region_of_the_users_own() -> None:
+    """A model that marks its block itself, compiled by the backend."""
+    model = Stack(Block)
+    marked = torch.compiler.nested_compile_region(lambda block, x: x + block.fc(x).relu())
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for block in model.blocks:
+            x = marked(block, x)
+        return model.last(x)
+
+    calibration = Calibration(model, RECIPES["static"](), compiler="aot_eager")
+    compiled = torch.compile(forward, backend=calibration.backend, fullgraph=True)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), forward(x))
+        plain = Calibration(model, RECIPES["static"](), compiler="eager")
+        plain.observe(x * 1)
+        calibration.finalize()
+        quantized = compiled(x)
+    assert not torch.equal(quantized, forward(x))
+    for name, qparams in plain.finalize().items():
+        torch.testing.assert_close(qparams["scale"], calibration.qparams[name]["scale"])

@@ -1,0 +1,222 @@
+"""When pieces of a graph are compiled, by a clock that is set by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphs import Functional, linear, observed, trace
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import examples
+from torch.fx import GraphModule
+
+from inlay import Calibration, Recipe
+from inlay.calibration import tiers
+from inlay.calibration.backend import Backend
+from inlay.calibration.tiers import CompileCosts, Forecast, Tier
+from inlay.recipe import Plan
+
+MSE = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "mse"})
+
+
+class Clock:
+    """Seconds that pass when an op runs, and not otherwise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(tiers, "_now", lambda values: self.now)
+        monkeypatch.setattr(tiers.time, "perf_counter", lambda: self.now)
+
+    def takes(self, seconds: float) -> Any:
+        def run(*args: Any) -> None:
+            self.now += seconds
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def make_tier(
+    clock: Clock,
+    folder: Path,
+    *,
+    op_by_op: float,
+    compiled: float,
+    forecast: Forecast,
+    in_a_batch: int = 10,
+) -> Tier:
+    """A piece whose time is all its observer's, and whose compilation takes what is estimated."""
+    gm = GraphModule({}, torch.fx.symbolic_trace(torch.nn.Identity()).graph)
+    costs = CompileCosts(folder)
+
+    def compile() -> Any:
+        clock.now += costs.estimate(tier.ops)
+        return clock.takes(compiled)
+
+    tier = Tier(gm, compile, forecast=forecast, costs=costs)
+    tier._run = clock.takes(op_by_op)
+    tier._probe = lambda args: setattr(tier, "_parts", {"mse": op_by_op})
+    tier.calls_in_a_batch = in_a_batch
+    return tier
+
+
+def run(tier: Tier, forecast: Forecast, batches: int) -> None:
+    for _ in range(batches):
+        for _ in range(tier.calls_in_a_batch):
+            tier(torch.ones(1))
+        forecast.done += 1
+
+
+@given(
+    op_by_op=st.floats(0.001, 2),
+    compiled=st.floats(0.001, 2),
+    batches=st.integers(1, 300),
+    told=st.booleans(),
+)
+@examples(200)
+def test_never_much_longer_than_the_better_choice(
+    tmp_path_factory: pytest.TempPathFactory,
+    op_by_op: float,
+    compiled: float,
+    batches: int,
+    told: bool,
+) -> None:
+    """Whatever compiling brings: told the number of batches or not, and right about it or not."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock, forecast = Clock(patch), Forecast()
+        folder = tmp_path_factory.mktemp("costs")
+        tier = make_tier(clock, folder, op_by_op=op_by_op, compiled=compiled, forecast=forecast)
+        cost = tier.costs.estimate(tier.ops)
+        if told:
+            forecast.expect(batches)
+        run(tier, forecast, batches)
+        plain = op_by_op * batches * 10
+        better = min(plain, cost + compiled * batches * 10)
+        # Compiled code that is slower is tried a few times before it is given up.
+        trial = 5 * max(compiled, op_by_op)
+        if compiled <= op_by_op / 4:  # as fast as expected, or faster
+            assert clock.now <= 2 * better + trial
+        assert clock.now <= 1.05 * plain + cost + trial
+        if plain * 0.75 < cost and told:
+            assert not tier.is_compiled
+
+
+def test_decisions_are_said(clock: Clock, tmp_path: Path) -> None:
+    forecast = Forecast()
+    forecast.expect(3)
+    few = make_tier(clock, tmp_path, op_by_op=0.1, compiled=0.01, forecast=forecast)
+    run(few, forecast, 1)
+    assert not few.is_compiled
+    assert "compiling would take about 9 s and save 2 s over 2 more batches" in str(few)
+    forecast = Forecast()
+    forecast.expect(100)
+    many = make_tier(clock, tmp_path, op_by_op=0.1, compiled=0.01, forecast=forecast)
+    run(many, forecast, 1)
+    assert many.is_compiled
+    assert many.calls == 10  # in the middle of the first batch
+    assert "compiled after 3 calls" in str(many)
+    assert "a batch runs 10 times" in str(many)
+
+
+def test_slower_code_is_given_up(clock: Clock, tmp_path: Path) -> None:
+    forecast = Forecast()
+    forecast.expect(1000)
+    tier = make_tier(clock, tmp_path, op_by_op=0.1, compiled=0.5, forecast=forecast)
+    run(tier, forecast, 2)
+    assert not tier.is_compiled
+    assert "a call took 0.500 s instead of 0.100 s" in tier.reason
+
+
+def test_a_compiler_that_fails_is_done_without(clock: Clock, tmp_path: Path) -> None:
+    forecast = Forecast()
+    forecast.expect(1000)
+    tier = make_tier(clock, tmp_path, op_by_op=0.1, compiled=0.01, forecast=forecast)
+
+    def fail() -> Any:
+        raise RuntimeError("no C++ compiler\nand a long story")
+
+    tier._compile = fail
+    with pytest.warns(UserWarning, match=r"op by op, for compiling failed: .*no C\+\+ compiler$"):
+        run(tier, forecast, 1)
+    run(tier, forecast, 5)
+    assert not tier.is_compiled
+
+
+def test_costs_are_remembered_with_the_cache(tmp_path: Path) -> None:
+    costs = CompileCosts(tmp_path / "cache")
+    cold = costs.estimate(100)
+    costs.learn(100, 7.0)
+    costs.learn(50, 1.0)
+    assert costs.estimate(100) == pytest.approx(2.0)  # the start is paid for in this process
+    later = CompileCosts(tmp_path / "cache")
+    assert later.start == pytest.approx(1.0)
+    assert later.estimate(100) == pytest.approx(3.0)
+    (tmp_path / "cache" / "inlay_costs.json").write_text("{")
+    assert CompileCosts(tmp_path / "cache").estimate(100) == cold
+
+
+def test_costs_that_cannot_be_kept_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    CompileCosts(tmp_path / "file").learn(10, 1.0)
+
+
+def test_parts_are_timed_by_observer() -> None:
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    x = torch.randn(3, 4)
+    gm = observed(trace("export", model, x), Plan(model, MSE))
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    names = [node.target.rule.name for node in nodes if isinstance(node.target, tiers.Observe)]
+    assert names == ["mse"]
+    assert tiers._ops(nodes[-2]) > 1 or tiers._ops(nodes[0]) > 1
+
+
+@pytest.mark.parametrize("after", [3, 4, 7])
+@pytest.mark.parametrize("observer", ["static_minmax", "minmax", "histogram", "mse"])
+def test_statistics_do_not_depend_on_the_tier(
+    monkeypatch: pytest.MonkeyPatch, observer: str, after: int
+) -> None:
+    """Bit for bit where the ops are the same: here compiled code runs op by op as well."""
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": observer})
+    model = torch.nn.Sequential(linear(), torch.nn.ReLU(), linear(seed=1))
+    batches = [torch.randn(5, 4, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    later = Backend._compile
+    monkeypatch.setattr(
+        Backend, "_compile", lambda self, name, gm, inputs: later(self, "aot_eager", gm, inputs)
+    )
+
+    def decide(self: Tier) -> None:
+        if self.calls >= after:
+            self._promote(1.0, 1.0)
+        else:
+            self._next_decision = self.calls + 1
+
+    monkeypatch.setattr(Tier, "_decide", decide)
+    monkeypatch.setattr(Tier, "_check", lambda self, args: self._run(*args))
+    found = []
+    for compiler in ("eager", "auto"):
+        torch._dynamo.reset()
+        calibration = Calibration(model, recipe, compiler=compiler)
+        for x in batches:
+            calibration.observe(x)
+        found.append(calibration)
+    assert found[1].tier == "compiled"
+    assert found[0].tier == ""
+    for name, qparams in found[0].finalize().items():
+        assert torch.equal(qparams["scale"], found[1].finalize()[name]["scale"])
+
+
+def test_auto_says_what_it_does() -> None:
+    model = torch.nn.Sequential(linear(), torch.nn.ReLU(), linear(seed=1))
+    calibration = Calibration(model, MSE)
+    calibration.expect(4)
+    for index in range(4):
+        calibration.observe(torch.randn(5, 4, generator=torch.Generator().manual_seed(index)))
+    assert calibration.tier == "op by op"
+    assert calibration.tiers
+    for line in calibration.tiers:
+        assert "op by op: compiling would take about" in line
+        assert line in calibration.explain()
