@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+import after
 import compressed_tensors
 import depth
 import llmcompressor
@@ -24,6 +25,7 @@ PARTS = {
     "weights": weights.rows,
     "depth": depth.rows,
     "pipelines": pipelines.rows,
+    "after": after.rows,
 }
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from graphs import STATIC, TRACERS, Functional, linear, ops, trace
 
 from inlay.graph import Pipeline, slot_inputs
-from inlay.nodes.compare_layer import BatchMask
+from inlay.nodes.compare_layer import BatchMask, CompareLayer
 from inlay.nodes.quantize import QuantizeDequantize, fold_weight
 from inlay.passes import COMPARE, Annotate, CompareLayers
 from inlay.recipe import Plan, Recipe
@@ -73,6 +73,31 @@ def test_sums_are_the_powers_of_signal_and_error(how: str, bias: bool) -> None:
     assert torch.equal(output if isinstance(output, torch.Tensor) else output[0], expected)
     powers = [t.double().square().sum() for t in (expected, error, X, quantized - X)]
     torch.testing.assert_close(known["errors"], torch.stack([*powers, torch.tensor(3.0).double()]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantized", ["weight", "input", "both"])
+def test_one_product_tells_what_two_tell(quantized: str, dtype: torch.dtype) -> None:
+    """A layer of which one operand is quantized has the error of the two products' difference."""
+    torch.manual_seed(0)
+    slots = Plan(one_layer(), STATIC).slots
+    x, weight = torch.randn(2, 3, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
+    args = slots["fc.input"].args
+    qparams = (torch.tensor([0.1]), torch.tensor([3], dtype=torch.int8))
+    quantize = QuantizeDequantize(args, ("scale", "zero_point"))
+    folded = weight if quantized == "input" else (weight * 8).round() / 8
+    used = x if quantized == "weight" else quantize(x, *qparams)
+    sums, mask = (
+        torch.zeros(5, dtype=torch.float64),
+        BatchMask(torch.tensor([[1, 1, 0], [1, 1, 1]])),
+    )
+    node = CompareLayer(None if quantized == "weight" else quantize)
+    node(x, F.linear(x, weight), weight, folded, sums, mask, *qparams)
+    kept = mask.mask.flatten() != 0
+    rows = (t.flatten(0, 1)[kept].double() for t in (used, x))
+    products = [F.linear(a, w.double()) for a, w in zip(rows, (folded, weight), strict=True)]
+    torch.testing.assert_close(sums[1], (products[0] - products[1]).square().sum())
+    assert sums[4] == 5
 
 
 def test_what_is_not_quantized_is_not_compared() -> None:

@@ -7,7 +7,7 @@ import torch
 from families import batch, llama
 from specification import assert_equal_qparams
 
-from inlay import Calibration, Recipe, calibrate
+from inlay import Calibration, Recipe, StoredStatistics, calibrate
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 
@@ -59,9 +59,10 @@ def test_a_folder_for_statistics_that_cannot_be_made_is_refused_before_it_runs()
 def test_texts_of_all_lengths_are_compiled_once() -> None:
     model = llama()
     data = [{"input_ids": torch.randint(0, 96, (1, length))} for length in (5, 9, 7, 12)]
-    assert len(run(model, data, held_out=0).graphs) == 1
+    traced = 2  # the model, and the block that it repeats
+    assert len(run(model, data, held_out=0).graphs) == traced
     # Read as they come, nobody knows of the second length before it is there.
-    assert len(run(model, iter(data), held_out=0).graphs) == 2
+    assert len(run(model, iter(data), held_out=0).graphs) == 2 * traced
 
 
 def test_a_quantized_model_is_refused_before_it_runs() -> None:
@@ -98,6 +99,35 @@ def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
         run(model, iter(data[:2]), statistics=tmp_path, resume=True)
     with pytest.raises(ConfigurationError, match="holds the statistics of an earlier run"):
         run(model, iter(data), statistics=tmp_path)
+
+
+def test_fingerprints_are_taken_only_where_statistics_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, taken = llama(), []
+    monkeypatch.setattr("inlay.workflow.run.digest", lambda one: taken.append(one) or b"any")
+    data = batches(model, 2)
+    unkept = run(model, data, held_out=0)
+    assert taken == []
+    assert (unkept.data_seen.batches, unkept.data_seen.digest) == (2, "")
+    kept = run(model, data, held_out=0, statistics=tmp_path)
+    assert len(taken) == 2
+    assert kept.data_seen.digest
+    assert_equal_qparams(kept.qparams, unkept.qparams)
+
+
+def test_statistics_of_unknown_batches_are_not_resumed_but_merged(tmp_path: Path) -> None:
+    model = llama()
+    data = batches(model, 2)
+    run(model, data, held_out=0).stored().save(tmp_path / "checkpoint")
+    kept = run(model, data, held_out=0, statistics=tmp_path / "kept")
+    stored = StoredStatistics.load(tmp_path / "checkpoint")
+    merged = stored.merge(kept.stored())
+    assert (merged.data_seen.batches, merged.data_seen.digest) == (4, "")
+    merged.save(tmp_path / "merged")
+    for name in ("checkpoint", "merged"):
+        with pytest.raises(ConfigurationError, match=f"{name} does not say which batches"):
+            run(model, data, statistics=tmp_path / name, resume=True)
 
 
 def test_a_recipe_without_static_activations_needs_no_data() -> None:

@@ -4,10 +4,11 @@ import functools
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from inlay.checkpoint.source import Source
 from inlay.cli.app import app
 from inlay.cli.arguments import (
     DATA,
@@ -34,12 +35,10 @@ from inlay.cli.arguments import (
     file_option,
 )
 from inlay.cli.outcome import show_result
+from inlay.cli.recipes import ObserverChoice, Wanted, run_observer_file
 from inlay.cli.terminal import calm_transformers, console, reported, tell
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
-
-if TYPE_CHECKING:
-    from inlay.cli.recipes import Wanted
 
 __all__ = ["calibrate", "explain", "merge", "requantize"]
 
@@ -108,17 +107,19 @@ def calibrate(
     """
     _require_apart(out, model)
     require_room(out, overwrite=overwrite)
+    source = _source(model, gguf_file, download, trust_remote_code)
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
-    from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
     from inlay.data.tokenize import read_rows
+
+    # Refuse data that cannot be read before loading the library and the model.
+    first_row = None if data is None else next(read_rows(data), None)
+    wanted.require_recipe()
+    from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
     from inlay.workflow.run import calibrate as calibrate_model
 
-    # Refuse data that cannot be read before loading the model.
-    first_row = None if data is None else next(read_rows(data), None)
     # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
     is_text = first_row is not None and first_row.kind != "input_ids"
     calm_transformers(quiet)
-    source = _source(gguf_file, download, trust_remote_code)
     loaded = load_model(model, dtype=dtype.value, **source)
     statistics = _statistics_folder(out)
     try:
@@ -163,13 +164,15 @@ def explain(
 
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
+    source = _source(model, gguf_file, download, trust_remote_code)
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    wanted.require_recipe()
     from inlay.checkpoint.loading import empty_model
     from inlay.cli.tree import tree_of
     from inlay.recipe import Plan
 
     calm_transformers(quiet=True)
-    empty = empty_model(model, **_source(gguf_file, download, trust_remote_code))
+    empty = empty_model(model, **source)
     plan = Plan(empty, wanted.recipe_for(empty))
     screen = console()
     screen.print(tree_of(plan, type(empty).__name__))
@@ -225,14 +228,15 @@ def requantize(
     """
     _require_apart(out, model, statistics)
     require_room(out, overwrite=overwrite)
+    source = _source(model, gguf_file, download, trust_remote_code)
     wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.statistics.on_disk import StoredStatistics
     from inlay.workflow.run import requantize as requantize_model
 
     calm_transformers(quiet)
     stored = StoredStatistics.load(statistics)
-    source = _source(gguf_file, download, trust_remote_code)
     loaded = load_model(model, dtype=dtype.value, **source)
     run = requantize_model(
         loaded,
@@ -285,34 +289,38 @@ def _wanted(
     observer_file: Path | None,
     ignore: list[str] | None,
     kv_cache: KvCache | None,
-) -> "Wanted":
+) -> Wanted:
     """Collect what the options say about quantization; it becomes a recipe with the model."""
     if (scheme is None) == (recipe is None):
         raise typer.BadParameter("give exactly one of them", param_hint="--scheme or --recipe")
-    from inlay.cli.recipes import ObserverChoice, Wanted, run_observer_file
-
     try:
         choices = [ObserverChoice.parse(text) for text in observers or ()]
     except ConfigurationError as error:
         raise typer.BadParameter(str(error), param_hint="--observer") from error
-    if observer_file is not None:
-        run_observer_file(observer_file)
-    return Wanted(
+    wanted = Wanted(
         scheme=scheme,
         file=recipe,
         observers=tuple(choices),
         ignore=tuple(ignore or ()),
         kv_cache=None if kv_cache is None else kv_cache.value,
     )
+    if observer_file is not None:
+        run_observer_file(observer_file)
+    wanted.require_known_names()
+    return wanted
 
 
-def _source(gguf_file: str | None, download: bool, trust_remote_code: bool) -> dict[str, Any]:
-    """Collect the options about loading, for the functions that load."""
-    return {
+def _source(
+    model: str, gguf_file: str | None, download: bool, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Collect the options about loading, for the functions that load; refuse a missing folder."""
+    options: dict[str, Any] = {
         "gguf_file": gguf_file,
         "download": download,
         "trust_remote_code": trust_remote_code,
     }
+    Source.of(model, **options).require_config()
+    return options
 
 
 def _require_apart(out: Path, *sources: str | Path) -> None:

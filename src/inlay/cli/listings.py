@@ -7,10 +7,11 @@ import typer
 
 from inlay.cli.app import app
 from inlay.cli.arguments import ObserverFile
+from inlay.cli.known import observer_rows, preset_rows
 from inlay.cli.outcome import report_data
+from inlay.cli.recipes import run_observer_file
 from inlay.cli.terminal import console, reported, table
 from inlay.errors import ConfigurationError
-from inlay.report.numbers import MISSING
 
 __all__ = ["observers", "report", "schemes"]
 
@@ -50,14 +51,9 @@ def schemes() -> None:
 
     Example: [b]inlay schemes[/b]
     """
-    from inlay.recipe import Recipe, format_in_words, preset_names
-
     rows = table("scheme", "weights", "input activations")
-    for name in preset_names():
-        (group,) = Recipe.from_preset(name).config.config_groups.values()
-        parts = {"weight": group.weights, "input": group.input_activations}
-        words = (format_in_words(args, of) if args else MISSING for of, args in parts.items())
-        rows.add_row(name, *words)
+    for row in preset_rows():
+        rows.add_row(*row)
     console().print(rows)
 
 
@@ -68,18 +64,9 @@ def observers(observer_file: ObserverFile = None) -> None:
 
     Example: [b]inlay observers --observer-file my_observer.py[/b]
     """
-    from inlay.cli.recipes import run_observer_file
-    from inlay.observers import Observer
-
     if observer_file is not None:
         run_observer_file(observer_file)
     rows = table("observer", "for", "settings", "range")
-    # The registry writes hyphens and takes either; everywhere else names have underscores.
-    for name in sorted(name.replace("-", "_") for name in Observer.registered_names()):
-        cls = Observer.get_value_from_registry(name)
-        settings = ", ".join(f"{kwarg.name}={kwarg.default}" for kwarg in cls._kwargs)
-        about = (cls.__doc__ or "").strip().partition("\n")[0]
-        # An observer that keeps only the last value does not suit values that come in batches.
-        of_weights = cls.observes_input or not cls._act_sync_dict
-        rows.add_row(name, "weights" if of_weights else "activations", settings, about)
+    for row in observer_rows():
+        rows.add_row(*row)
     console().print(rows)

@@ -1,18 +1,25 @@
-"""Turning the options of a command into a recipe."""
+"""Turning the options of a command into a recipe.
+
+What can be refused by its name alone is refused before the library is imported.
+"""
 
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-from torch import nn
 
+from inlay.cli.known import observer_names, preset_names
 from inlay.errors import ConfigurationError
-from inlay.observers import Observer
-from inlay.recipe import Recipe
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationConfig
+    from torch import nn
+
+    from inlay.recipe import Recipe
 
 __all__ = ["KV_CACHES", "ObserverChoice", "Wanted", "run_observer_file"]
 
@@ -66,25 +73,56 @@ class Wanted:
     ignore: tuple[str, ...] = ()
     kv_cache: str | None = None
 
-    def recipe_for(self, model: nn.Module) -> Recipe:
+    def require_known_names(self) -> None:
+        """Refuse presets and observers that nobody knows, as far as names tell, at once."""
+        presets, observers = preset_names(), observer_names()
+        if presets and self.scheme is not None and self.scheme.upper() not in presets:
+            raise ConfigurationError(
+                f"there is no preset {self.scheme!r}; use one of {', '.join(presets)}"
+            )
+        for name in (choice.name for choice in self.observers):
+            if observers and re.sub(r"[- ]", "_", name.lower()) not in observers:
+                raise ConfigurationError(
+                    f"there is no observer {name!r}. Registered: {', '.join(observers)}. Register "
+                    "your own with @Observer.register(name) in a file and name it: --observer-file"
+                )
+
+    def require_recipe(self) -> None:
+        """Refuse whatever makes no recipe, before a model is loaded for it."""
+        from inlay.recipe import Recipe
+
+        Recipe.from_config(self._config())
+
+    def recipe_for(self, model: "nn.Module") -> "Recipe":
         """Make the recipe for a model."""
-        config: QuantizationConfig = self._start().config.model_copy(deep=True)
+        from inlay.recipe import Recipe
+
+        config = self._config()
         ignore = [*(config.ignore or []), *self._ignored(model)]
         config.ignore = list(dict.fromkeys(ignore))
+        return Recipe.from_config(config)
+
+    def _config(self) -> "QuantizationConfig":
+        """Return the config without what the model decides."""
+        from compressed_tensors.quantization import QuantizationArgs
+
+        config = self._start().config.model_copy(deep=True)
         if self.kv_cache is not None:
             config.kv_cache_scheme = QuantizationArgs(**KV_CACHES[self.kv_cache])
         for choice in self.observers:
             _choose(config, choice, self.scheme or str(self.file))
-        return Recipe.from_config(config)
+        return config
 
-    def _start(self) -> Recipe:
+    def _start(self) -> "Recipe":
+        from inlay.recipe import Recipe
+
         if self.scheme is not None and self.file is None:
             return Recipe.from_preset(self.scheme)
         if self.file is not None and self.scheme is None:
             return Recipe.from_yaml(self.file)
         raise ConfigurationError("give either a scheme or a recipe")
 
-    def _ignored(self, model: nn.Module) -> list[str]:
+    def _ignored(self, model: "nn.Module") -> list[str]:
         names = [name for name in self.ignore if name != "none"]
         # A recipe in a file names itself the modules to ignore.
         is_head_kept = self.scheme is not None and "none" not in self.ignore
@@ -93,6 +131,8 @@ class Wanted:
 
 def run_observer_file(path: Path) -> list[str]:
     """Execute a Python file and return the names of the observers that it registers."""
+    from inlay.observers import Observer
+
     before = set(Observer.registered_names())
     name = f"inlay_observer_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -113,7 +153,7 @@ def run_observer_file(path: Path) -> list[str]:
     return added
 
 
-def _choose(config: QuantizationConfig, choice: ObserverChoice, source: str) -> None:
+def _choose(config: "QuantizationConfig", choice: ObserverChoice, source: str) -> None:
     """Set the observer of one part, in every group that observes that part."""
     field_name = _PARTS[choice.part]
     is_cache = field_name == "kv_cache_scheme"
@@ -134,7 +174,7 @@ def _choose(config: QuantizationConfig, choice: ObserverChoice, source: str) -> 
         setattr(owner, field_name, args.model_copy(update=change))
 
 
-def _head(model: nn.Module) -> list[str]:
+def _head(model: "nn.Module") -> list[str]:
     """Return the name of a language model's output layer, where errors show most."""
     if not getattr(model, "can_generate", bool)():
         return []

@@ -1,5 +1,6 @@
 """Nodes that compare a layer with its quantized self, while the plain model runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -54,20 +55,39 @@ class CompareLayer:
         # The whole value, before rows are left out: dynamic scales may depend on all of it.
         quantized = value if self.quantize is None else self.quantize(value, *qparams)
         rows = counted_rows(value, None if batch.mask is None else batch.mask != 0)
-        value, quantized, output = (
-            tensor.flatten(0, -2)[rows].float() for tensor in (value, quantized, output)
-        )
+        value, output = _picked(value, rows), _picked(output, rows)
+        quantized = value if self.quantize is None else _picked(quantized, rows)
         if self.quantize is not None:
             sums[2] += _power(value)
             sums[3] += _power(quantized - value)
         sums[4] += len(value)
-        weight, folded = weight.float(), folded.float()
+        wide = weight.float()
+        error = _error_of(value, quantized, wide, wide if folded is weight else folded.float())
         step = max(1, _CHUNK // len(weight))
         for start in range(0, len(value), step):
             part = slice(start, start + step)
-            # The bias is in both, so it is no part of the error.
             sums[0] += _power(output[part])
-            sums[1] += _power(F.linear(quantized[part], folded) - F.linear(value[part], weight))
+            sums[1] += _power(error(part))
+
+
+def _picked(value: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    return value.flatten(0, -2)[rows].float()
+
+
+def _error_of(
+    value: torch.Tensor, quantized: torch.Tensor, weight: torch.Tensor, folded: torch.Tensor
+) -> Callable[[slice], torch.Tensor]:
+    """Return a function that computes the error of a layer's output, for some rows of its input.
+
+    The bias is in both outputs, so it is no part of the error. Where only one operand is quantized
+    the error is a single product, and exact also where the outputs are large beside it.
+    """
+    if quantized is value:
+        difference = folded - weight
+        return lambda rows: F.linear(value[rows], difference)
+    if folded is weight:
+        return lambda rows: F.linear(quantized[rows] - value[rows], weight)
+    return lambda rows: F.linear(quantized[rows], folded) - F.linear(value[rows], weight)
 
 
 def counted_rows(value: torch.Tensor, counted: torch.Tensor | None) -> slice | torch.Tensor:

@@ -42,7 +42,13 @@ _METADATA = "inlay"
 class DataSeen:
     """How far a run got through its data.
 
-    :param digest: of all batches so far, to know the same data again
+    Only a run that keeps its statistics in a folder takes the fingerprint of its batches, because
+    only such a run can be resumed. Statistics that were saved once, beside a checkpoint, and those
+    of several runs together have none. They can be merged and quantized anew, and resuming refuses
+    them.
+
+    :param digest: fingerprint of all batches so far, to know the same data again; "" if it was not
+        taken
     """
 
     batches: int = 0
@@ -51,8 +57,13 @@ class DataSeen:
     padding_tokens: int = 0
     digest: str = ""
 
-    def after(self, batch_digest: bytes, *, samples: int, tokens: int, padding: int) -> "DataSeen":
-        together = hashlib.sha256(bytes.fromhex(self.digest) + batch_digest).hexdigest()
+    def after(
+        self, batch_digest: bytes | None, *, samples: int, tokens: int, padding: int
+    ) -> "DataSeen":
+        """Add a batch. Without its fingerprint, and from then on, there is none of them all."""
+        together = ""
+        if batch_digest is not None and not self.is_unknown:
+            together = hashlib.sha256(bytes.fromhex(self.digest) + batch_digest).hexdigest()
         return DataSeen(
             batches=self.batches + 1,
             samples=self.samples + samples,
@@ -60,6 +71,11 @@ class DataSeen:
             padding_tokens=self.padding_tokens + padding,
             digest=together,
         )
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nobody can tell if other data is this data."""
+        return self.batches > 0 and not self.digest
 
     def of_all_ranks(self) -> "DataSeen":
         """What all ranks together have seen; what this one has, if there are no others."""
@@ -186,7 +202,6 @@ class StoredStatistics:
                 samples=sum(p.samples for p in of),
                 tokens=sum(p.tokens for p in of),
                 padding_tokens=sum(p.padding_tokens for p in of),
-                digest=hashlib.sha256("".join(p.digest for p in of).encode()).hexdigest(),
             ),
         )
 

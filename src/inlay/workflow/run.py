@@ -143,7 +143,7 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
             tokens, padding = count_tokens(batch)
             step = {"samples": _rows(batch), "tokens": tokens, "padding": padding}
             if again.batches < already.batches:
-                again = again.after(digest(batch), **step)
+                again = again.after(keeper.fingerprint(batch), **step)
                 if again.batches == already.batches and again != already:
                     raise StatisticsError(
                         f"the first {already.batches} batches are not those of the interrupted "
@@ -155,7 +155,7 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
             if padding and not count_padding and checked < len(run.graphs):
                 run.require_padding_left_out()
                 checked = len(run.graphs)
-            run.data_seen = run.data_seen.after(digest(batch), **step)
+            run.data_seen = run.data_seen.after(keeper.fingerprint(batch), **step)
             bar.advance(tokens, run.tier)
             keeper.save_now_and_then(run)
     if again.batches < already.batches:
@@ -205,7 +205,17 @@ class _Keeper:
             raise ConfigurationError(
                 f"{self.folder} was calibrated with another recipe; resume with the same one"
             )
+        if stored.data_seen.is_unknown:
+            raise ConfigurationError(
+                f"{self.folder} does not say which batches its statistics are of, as those of a "
+                "checkpoint and merged ones do not; start anew with another folder, and merge the "
+                "two (StoredStatistics.merge, inlay merge)"
+            )
         return _restored(model, recipe, stored, **options)
+
+    def fingerprint(self, batch: Any) -> bytes | None:
+        """Return the fingerprint of a batch where statistics are kept, since it takes time."""
+        return None if self.folder is None else digest(batch)
 
     def save_now_and_then(self, run: Run) -> None:
         if time.monotonic() - self._saved >= _SAVE_EVERY:

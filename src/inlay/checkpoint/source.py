@@ -1,0 +1,132 @@
+"""The place of a model, and what may be done to load it. Importing this takes no time."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError
+
+from inlay.errors import ConfigurationError
+
+__all__ = ["Source"]
+
+_T = TypeVar("_T")
+_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges", "tekken")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The place of a model, and what may be done to load it."""
+
+    place: str
+    is_folder: bool
+    trust_remote_code: bool
+    gguf_file: str | None
+    download: bool
+
+    @classmethod
+    def of(
+        cls,
+        path_or_name: str | os.PathLike[str],
+        trust_remote_code: bool = False,
+        gguf_file: str | None = None,
+        download: bool = False,
+    ) -> "Source":
+        place = os.path.expanduser(os.fspath(path_or_name))
+        is_folder = os.path.isdir(place)
+        if os.path.isfile(place):
+            raise ConfigurationError(
+                f"{place} is a file; give its folder, and for weights in GGUF also the name of the "
+                "file (--gguf-file)"
+            )
+        if not is_folder and _looks_like_a_path(place):
+            raise ConfigurationError(f"there is no folder {place}")
+        if is_folder and gguf_file is not None and not Path(place, gguf_file).is_file():
+            raise ConfigurationError(f"there is no file {gguf_file} in {place}")
+        return cls(
+            place=place,
+            is_folder=is_folder,
+            trust_remote_code=trust_remote_code,
+            gguf_file=gguf_file,
+            download=download,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"local_files_only": not self.download}
+        return options if self.gguf_file is None else {**options, "gguf_file": self.gguf_file}
+
+    def require_config(self) -> None:
+        """Refuse a folder that is not that of a model."""
+        if (
+            self.is_folder
+            and self.gguf_file is None
+            and not Path(self.place, "config.json").exists()
+        ):
+            raise ConfigurationError(
+                f"{self.place} has no config.json: it is not the folder of a model"
+            )
+
+    def config(self) -> Any:
+        self.require_config()
+        from transformers import AutoConfig
+
+        return self.read(
+            lambda: AutoConfig.from_pretrained(
+                self.place, trust_remote_code=self.trust_remote_code, **self.options
+            )
+        )
+
+    def require_safetensors(self) -> None:
+        """Refuse other formats of weights: reading them can run code."""
+        if not self.is_folder or self.gguf_file is not None:
+            return
+        names = sorted(os.listdir(self.place))
+        if any(name.endswith(".safetensors") for name in names):
+            return
+        others = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+        raise ConfigurationError(
+            f"{self.place} has no weights in safetensors"
+            + (f", only {', '.join(others)}" if others else "")
+            + "; save it with save_pretrained, or name a GGUF file with --gguf-file"
+        )
+
+    def may_have_tokenizer(self) -> bool:
+        """Return False only for a folder that has no file of a tokenizer."""
+        if not self.is_folder or self.gguf_file is not None:
+            return True
+        return any(name.startswith(_TOKENIZER_FILES) for name in os.listdir(self.place))
+
+    def read(self, load: Callable[[], _T]) -> _T:
+        """Call `load` and turn its errors into ones that say what to do."""
+        try:
+            return load()
+        except ImportError as error:
+            raise ConfigurationError(f"cannot load {self.place}: {_gist(error)}") from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ConfigurationError(self._explanation(error)) from error
+
+    def _explanation(self, error: Exception) -> str:
+        if "trust_remote_code" in str(error):
+            return (
+                f"{self.place} comes with code of its own; read it, and if you trust it, pass "
+                "trust_remote_code=True (--trust-remote-code)"
+            )
+        if self.is_folder or self.download or not isinstance(error, OSError):
+            return f"cannot load {self.place}: {_gist(error)}"
+        return (
+            f"{self.place} is neither a folder nor in the cache of downloaded models; "
+            "download=True (--download) fetches it from the hub"
+        )
+
+
+def _looks_like_a_path(place: str) -> bool:
+    return os.path.isabs(place) or place.startswith(".") or place.count("/") > 1 or "\\" in place
+
+
+def _gist(error: Exception) -> str:
+    """Return the first line of an error: transformers continues with advice for others."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

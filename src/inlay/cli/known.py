@@ -1,0 +1,169 @@
+"""The presets and observers that there are, in words, known without importing the library.
+
+compressed-tensors imports transformers, and observers import torch: seconds, for lists that do not
+change. So they are written down here, and a test holds them equal to the registries. Where the
+registries may say something else, they are asked: if compressed-tensors is another version than the
+one written about, and if they are loaded already, since anybody may have added to them.
+"""
+
+import sys
+from importlib.metadata import version
+
+from inlay.report.numbers import MISSING
+
+__all__ = [
+    "OBSERVERS",
+    "PRESETS",
+    "Row",
+    "observer_names",
+    "observer_rows",
+    "observers_in_registry",
+    "preset_names",
+    "preset_rows",
+    "presets_in_registry",
+]
+
+Row = tuple[str, ...]
+
+_PRESETS_OF = "0.19.0"  # compressed-tensors
+_TOKEN = "per token, symmetric, dynamic"
+_G16, _G32, _G128 = (f"in groups of {size}" for size in (16, 32, 128))
+_NVFP4 = f"float4 {_G16} under a global scale, symmetric"
+_MXFP4, _MXFP8 = (f"float{bits} {_G32}, symmetric" for bits in (4, 8))
+_CHANNEL = "int8 per channel, symmetric"
+
+# Name, weights, input activations.
+PRESETS: tuple[Row, ...] = (
+    ("FP8", "float8 per tensor, symmetric", "float8 per tensor, symmetric, static"),
+    (
+        "FP8_BLOCK",
+        "float8 in blocks of 128 by 128, symmetric",
+        f"float8 {_G128}, symmetric, dynamic",
+    ),
+    ("FP8_DYNAMIC", "float8 per channel, symmetric", f"float8 {_TOKEN}"),
+    ("INT8", _CHANNEL, f"int8 {_TOKEN}"),
+    ("MXFP4", _MXFP4, f"{_MXFP4}, dynamic"),
+    ("MXFP4A16", _MXFP4, MISSING),
+    ("MXFP8", _MXFP8, f"{_MXFP8}, dynamic"),
+    ("MXFP8A16", _MXFP8, MISSING),
+    ("NVFP4", _NVFP4, f"{_NVFP4}, dynamic in each group"),
+    ("NVFP4A16", _NVFP4, MISSING),
+    ("UNQUANTIZED", MISSING, MISSING),
+    ("W2A16", f"int2 {_G128}, symmetric", MISSING),
+    ("W2A4", f"int2 {_G128}, symmetric", f"int4 {_TOKEN}"),
+    ("W2A8", f"int2 {_G128}, symmetric", f"int8 {_TOKEN}"),
+    ("W3A16", f"int3 {_G128}, symmetric", MISSING),
+    ("W3A4", f"int3 {_G128}, symmetric", f"int4 {_TOKEN}"),
+    ("W3A8", f"int3 {_G128}, symmetric", f"int8 {_TOKEN}"),
+    ("W4A16", f"int4 {_G128}, symmetric", MISSING),
+    ("W4A16_ASYM", f"int4 {_G128}, asymmetric", MISSING),
+    ("W4A4", f"int4 {_G128}, symmetric", f"int4 {_TOKEN}"),
+    ("W4A8", f"int4 {_G128}, symmetric", f"int8 {_TOKEN}"),
+    ("W4AFP8", f"int4 {_G128}, symmetric", f"float8 {_TOKEN}"),
+    ("W5A16", f"int5 {_G128}, symmetric", MISSING),
+    ("W5A8", f"int5 {_G128}, symmetric", f"int8 {_TOKEN}"),
+    ("W6A16", f"int6 {_G128}, symmetric", MISSING),
+    ("W6A8", f"int6 {_G128}, symmetric", f"int8 {_TOKEN}"),
+    ("W7A16", f"int7 {_G128}, symmetric", MISSING),
+    ("W7A8", f"int7 {_G128}, symmetric", f"int8 {_TOKEN}"),
+    ("W8A16", f"int8 {_G128}, symmetric", MISSING),
+    ("W8A8", _CHANNEL, f"int8 {_TOKEN}"),
+    ("W8A8_STATIC", _CHANNEL, "int8 per tensor, asymmetric, static"),
+)
+
+_SEARCH = "maxshrink=0.2, patience=5, grid=100.0, norm=2.4, expand=1.0"
+
+# Name, what it is for, settings with defaults, the range it finds.
+OBSERVERS: tuple[Row, ...] = (
+    (
+        "histogram",
+        "activations",
+        "method=mse, percentile=99.99, norm=2.4, grid=128, mantissa_bits=8",
+        "The range chosen from a histogram of all observed values, when it is asked for.",
+    ),
+    (
+        "imatrix_mse",
+        "weights",
+        "maxshrink=0.95, patience=5, grid=20, norm=3.0, expand=1.0, strict=False",
+        "The range of a weight with the smallest error, weighted by E[x²] of its input channels.",
+    ),
+    ("memoryless_minmax", "weights", "", "Minimum and maximum of the last observed value."),
+    (
+        "memoryless_mse",
+        "weights",
+        _SEARCH,
+        "The range with the smallest quantization error on the last observed value.",
+    ),
+    (
+        "minmax",
+        "activations",
+        "averaging_constant=0.01",
+        "Moving average of the minimum and maximum of each observed value.",
+    ),
+    (
+        "mse",
+        "activations",
+        f"{_SEARCH}, averaging_constant=0.01",
+        "Moving average of the best range of each observed value.",
+    ),
+    ("static_minmax", "activations", "", "Minimum and maximum of all observed values."),
+)
+
+
+def preset_rows() -> tuple[Row, ...]:
+    """List the presets: name, format of weights, format of input activations."""
+    return PRESETS if _are_presets_as_written() else presets_in_registry()
+
+
+def observer_rows() -> tuple[Row, ...]:
+    """List the observers: name, what they are for, settings, the range they find."""
+    return OBSERVERS if _are_observers_as_written() else observers_in_registry()
+
+
+def preset_names() -> tuple[str, ...]:
+    """List the names of presets as far as they are known without importing; empty if not."""
+    return tuple(row[0] for row in PRESETS) if _are_presets_as_written() else ()
+
+
+def observer_names() -> tuple[str, ...]:
+    """List the names of observers as far as they are known without importing; empty if not."""
+    return tuple(row[0] for row in OBSERVERS) if _are_observers_as_written() else ()
+
+
+def presets_in_registry() -> tuple[Row, ...]:
+    """List the presets of compressed-tensors and Inlay's own, which takes seconds to import."""
+    from inlay.recipe import Recipe, format_in_words
+    from inlay.recipe import preset_names as registered
+
+    rows = []
+    for name in registered():
+        (group,) = Recipe.from_preset(name).config.config_groups.values()
+        parts = {"weight": group.weights, "input": group.input_activations}
+        words = (format_in_words(args, of) if args else MISSING for of, args in parts.items())
+        rows.append((name, *words))
+    return tuple(rows)
+
+
+def observers_in_registry() -> tuple[Row, ...]:
+    """List the registered observers, which takes seconds to import."""
+    from inlay.observers import Observer
+
+    rows = []
+    # The registry writes hyphens and takes either; everywhere else names have underscores.
+    for name in sorted(name.replace("-", "_") for name in Observer.registered_names()):
+        cls = Observer.get_value_from_registry(name)
+        settings = ", ".join(f"{kwarg.name}={kwarg.default}" for kwarg in cls._kwargs)
+        about = (cls.__doc__ or "").strip().partition("\n")[0]
+        # An observer that keeps only the last value does not suit values that come in batches.
+        of_weights = cls.observes_input or not cls._act_sync_dict
+        rows.append((name, "weights" if of_weights else "activations", settings, about))
+    return tuple(rows)
+
+
+def _are_presets_as_written() -> bool:
+    is_loaded = "compressed_tensors" in sys.modules
+    return not is_loaded and version("compressed-tensors") == _PRESETS_OF
+
+
+def _are_observers_as_written() -> bool:
+    return "inlay.observers" not in sys.modules

@@ -1,0 +1,130 @@
+"""Commands that answer, or refuse, before the library is imported."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from inlay.cli import known
+from inlay.cli.recipes import ObserverChoice, Wanted
+from inlay.errors import ConfigurationError
+from inlay.observers import Observer
+
+HEAVY = ("compressed_tensors", "llmcompressor", "numpy", "torch", "transformers")
+# Runs the command line, then says which heavy packages it has imported.
+PROGRAM = f"""
+import atexit, sys
+from inlay.cli import main
+atexit.register(lambda: print("imported", *(name for name in {HEAVY} if name in sys.modules)))
+main()
+"""
+
+
+def typed(*arguments: object) -> tuple[str, list[str]]:
+    """Run a command in a process; return what it says and the heavy packages it imports."""
+    code = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    *shown, last = done.stdout.splitlines()
+    said, *imported = last.split()
+    assert said == "imported", done.stderr
+    return "\n".join(shown) + done.stderr, imported
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"), [("schemes", "W8A8_STATIC"), ("observers", "static_minmax")]
+)
+def test_listings_import_nothing_heavy(command: str, expected: str) -> None:
+    shown, imported = typed(command)
+    assert expected in shown
+    assert imported == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that is that of a model, as far as one can tell by looking at it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--scheme", "W9A9"], "there is no preset 'W9A9'; use one of FP8, "),
+        (["--scheme", "W8A8", "--observer", "input=nothing"], "there is no observer 'nothing'"),
+        (["--scheme", "W8A8", "--observer", "middle=minmax"], "Invalid value for --observer"),
+        ([], "give exactly one of them"),
+    ],
+)
+@pytest.mark.parametrize("command", ["calibrate", "explain"])
+def test_wrong_options_import_nothing_heavy(
+    command: str, arguments: list[str], problem: str, folder: Path
+) -> None:
+    out = ["--out", folder.parent / "out"] if command == "calibrate" else []
+    shown, imported = typed(command, folder, *arguments, *out)
+    assert problem in shown
+    assert imported == []
+
+
+def test_missing_folders_import_nothing_heavy(tmp_path: Path, folder: Path) -> None:
+    rest = ("--scheme", "W8A8", "--out", tmp_path / "out")
+    shown, imported = typed("calibrate", tmp_path / "none", *rest)
+    assert f"there is no folder {tmp_path / 'none'}" in shown
+    assert imported == []
+    (tmp_path / "empty").mkdir()
+    shown, imported = typed("calibrate", tmp_path / "empty", *rest)
+    assert "has no config.json" in shown
+    assert imported == []
+    shown, imported = typed("calibrate", folder, *rest[:2], "--out", folder.parent)
+    assert "which is read; name another folder" in shown
+    assert imported == []
+
+
+def test_presets_are_written_as_they_are() -> None:
+    assert known.presets_in_registry() == known.PRESETS
+    assert version("compressed-tensors") == known._PRESETS_OF
+
+
+def test_observers_are_written_as_they_are() -> None:
+    found = {row[0]: row for row in known.observers_in_registry()}
+    own = [
+        row
+        for name, row in found.items()
+        if Observer.get_value_from_registry(name).__module__.startswith("inlay.")
+    ]
+    assert tuple(own) == known.OBSERVERS
+
+
+def test_loaded_registries_are_asked() -> None:
+    """The process of the tests has loaded them, and a test may have registered an observer."""
+    assert known.preset_names() == known.observer_names() == ()
+    assert known.observer_rows() == known.observers_in_registry()
+
+
+def test_another_version_of_compressed_tensors_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "compressed_tensors")
+    assert known.preset_rows() is known.PRESETS
+    monkeypatch.setattr(known, "version", lambda _: "0.19.1")
+    assert known.preset_names() == ()
+
+
+@pytest.mark.parametrize("name", ["minmax", "Static_MinMax", "memoryless-mse", "imatrix mse"])
+def test_names_are_spelled_as_freely_as_in_the_registries(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Observer.get_value_from_registry(name)
+    monkeypatch.delitem(sys.modules, "compressed_tensors")
+    monkeypatch.delitem(sys.modules, "inlay.observers")
+    choices = (ObserverChoice(part="input", name=name),)
+    Wanted(scheme="w8a8_static", observers=choices).require_known_names()
+    with pytest.raises(ConfigurationError, match="no preset 'w8'"):
+        Wanted(scheme="w8").require_known_names()
+
+
+def test_a_recipe_that_makes_none_is_refused_without_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("preset: W8A8_STATIC\ninputs: {observer: minmax, observer_kwargs: {c: 1}}")
+    with pytest.raises(ConfigurationError, match="does not take the observer_kwargs c"):
+        Wanted(file=path).require_recipe()
