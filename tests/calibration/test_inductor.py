@@ -7,6 +7,8 @@ from families import batch, llama
 from torch import nn
 
 from inlay import Calibration, Recipe
+from inlay.calibration.tiers import CompileCosts
+from inlay.data.batch import on_device_of, varying_sizes
 from inlay.observers import Observer
 from inlay.recipe import make_observer
 
@@ -79,9 +81,30 @@ def test_compilations_do_not_grow_with_depth(depth: int) -> None:
     model = llama(num_hidden_layers=depth)
     calibration = Calibration(model, STATIC, compiler="eager")  # any compiler is called as often
     calibration.observe(**batch(model))
-    assert calibration._observing.compilations == 3
+    assert calibration._observing.compilations == 2  # what stands before the blocks, and a block
     found = calibration.finalize()
     assert len(found) == depth * 14
+
+
+@pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (6, 9, 5, 12)])
+def test_pieces_compiled_in_the_middle_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
+) -> None:
+    """Dynamo is long done by then; the code has to be right for lengths that come later."""
+    monkeypatch.setattr(CompileCosts, "estimate", lambda self, ops: -1.0)
+    monkeypatch.setattr(CompileCosts, "learn", lambda self, ops, seconds: None)
+    model = llama(num_hidden_layers=3)
+    batches = [batch(model, index, tokens=length) for index, length in enumerate(lengths)]
+    found = []
+    for compiler in ("eager", "auto"):
+        torch._dynamo.reset()
+        calibration = Calibration(model, STATIC, compiler=compiler)
+        for one in batches:
+            calibration.run(on_device_of(model, one, varying_sizes(batches)))
+        found.append(calibration)
+    assert found[1].tier == "compiled"
+    for name, qparams in found[0].finalize().items():
+        torch.testing.assert_close(qparams["scale"], found[1].finalize()[name]["scale"])
 
 
 @Observer.register("test_root_mean_square")
