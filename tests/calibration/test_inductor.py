@@ -91,8 +91,8 @@ def test_pieces_compiled_in_the_middle_of_a_run(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
 ) -> None:
     """Dynamo is long done by then; the code has to be right for lengths that come later."""
-    monkeypatch.setattr(CompileCosts, "estimate", lambda self, ops: -1.0)
-    monkeypatch.setattr(CompileCosts, "learn", lambda self, ops, seconds: None)
+    monkeypatch.setattr(CompileCosts, "estimate", lambda self, graph, ops: -1.0)
+    monkeypatch.setattr(CompileCosts, "learn", lambda self, graph, ops, seconds: None)
     model = llama(num_hidden_layers=3)
     batches = [batch(model, index, tokens=length) for index, length in enumerate(lengths)]
     found = []

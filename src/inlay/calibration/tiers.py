@@ -1,10 +1,12 @@
 """When to compile: pieces of a graph run op by op until the batches to come repay a compiler."""
 
+import hashlib
 import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from inlay.files import write_atomically
+from inlay.graph import fake_value
 from inlay.nodes.observe import Observe
 from inlay.torch_private import compiler_cache_folder
 
@@ -27,6 +30,10 @@ _OTHER_OBSERVERS = 1.5
 # Calls of a piece until it is known what it takes: the first one warms up, the second is timed op
 # by op, the third as it runs.
 _PROBED = 3
+# How much more than it costs compiling must seem to save: both are estimates.
+_MARGIN = 1.25
+# Graphs whose costs are kept.
+_REMEMBERED = 500
 # How much longer than op by op compiled code may seem to take before it is given up: noise.
 _SLOWER = 1.05
 
@@ -58,40 +65,55 @@ class Forecast:
 
 @dataclass
 class CompileCosts:
-    """What compiling costs on this machine, in seconds: to start, and for each op.
+    """What compiling costs on this machine, in seconds: to start, for each op, for known graphs.
 
-    It is kept beside what the compiler caches: when that is emptied, starting is slow again.
+    It is kept beside what the compiler caches: when that is emptied, all is slow again.
     """
 
     folder: Path = field(default_factory=compiler_cache_folder)
     start: float = 9.0  # with an empty cache, on two cores
     per_op: float = 0.06
+    known: dict[str, float] = field(default_factory=dict)  # graphs that the compiler has cached
     started: bool = False  # whether this process has paid for the start
 
     def __post_init__(self) -> None:
         try:
-            known = json.loads(self._file.read_text())
-            self.start, self.per_op = float(known["start"]), float(known["per_op"])
-        except (OSError, ValueError, KeyError, TypeError):
+            kept = json.loads(self._file.read_text())
+            start, per_op = float(kept["start"]), float(kept["per_op"])
+            known = {str(name): float(seconds) for name, seconds in kept["known"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return  # nothing was compiled here yet
+        self.start, self.per_op, self.known = start, per_op, known
 
     @property
     def _file(self) -> Path:
         return self.folder / "inlay_costs.json"
 
-    def estimate(self, ops: int) -> float:
-        return (0.0 if self.started else self.start) + self.per_op * ops
+    def estimate(self, graph: str, ops: int) -> float:
+        """Seconds to compile a graph, by its fingerprint and its size."""
+        own = self.known.get(graph, self.per_op * ops)
+        return own if self.started else self.start + own
 
-    def learn(self, ops: int, seconds: float) -> None:
-        """Take in what a compilation took. The next process finds the compiler's cache filled."""
-        if self.started:
-            self.per_op = seconds / ops
+    def learn(self, graph: str, ops: int, seconds: float) -> None:
+        """Take in what a compilation took."""
+        if not self.started:
+            own = min(seconds, self.known.get(graph, self.per_op * ops))
+            self.start = max(1.0, seconds - own)
+            self.started = True
+        elif graph in self.known:
+            self.known[graph] = seconds
         else:
-            self.start = min(self.start, max(1.0, seconds - self.per_op * ops))
-        self.started = True
+            self.per_op = (self.per_op + seconds / ops) / 2  # graphs differ
+        # What is cached takes about a fifth; the next time tells.
+        self.known.setdefault(graph, seconds / 5)
+        self._keep()
+
+    def _keep(self) -> None:
+        latest = dict(list(self.known.items())[-_REMEMBERED:])
+        content = {"start": self.start, "per_op": self.per_op, "known": latest}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._file, json.dumps({"start": self.start, "per_op": self.per_op}))
+            write_atomically(self._file, json.dumps(content))
         except OSError:
             return  # costs are then estimated again
 
@@ -141,6 +163,18 @@ class Tier:
         """How much there is to compile. An observer is a handful of ops, a search many."""
         return sum(_ops(node) for node in self.gm.graph.nodes)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for graphs that the compiler turns into the same code."""
+        inputs = [fake_value(node) for node in self.gm.graph.find_nodes(op="placeholder")]
+        shapes = [
+            (str(tuple(value.shape)), str(value.dtype), str(value.device))
+            for value in inputs
+            if isinstance(value, torch.Tensor)
+        ]
+        text = f"{torch.__version__} {self.gm.code} {shapes}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def _probe(self, args: Sequence[Any]) -> Any:
         timed = _Timed(self.gm)
         result = timed.run(*args)
@@ -153,8 +187,9 @@ class Tier:
         saved_in_a_call = self._op_by_op * (1 - sum(faster.values()) / measured)
         calls = self.forecast.left * self.calls_in_a_batch
         calls += max(0, self.calls_in_a_batch - self.calls)
-        saved, cost = saved_in_a_call * calls, self.costs.estimate(self.ops)
-        if saved > cost:
+        saved = saved_in_a_call * calls
+        cost = self.costs.estimate(self.fingerprint, self.ops)
+        if saved > cost * _MARGIN:
             self._promote(saved, cost)
             return
         self.reason = (
@@ -176,7 +211,7 @@ class Tier:
             self.reason, self._next_decision = f"op by op: compiling failed: {reason}", None
             return
         taken = time.perf_counter() - start
-        self.costs.learn(self.ops, taken)
+        self.costs.learn(self.fingerprint, self.ops, taken)
         self.is_compiled = True
         self._next_decision = self.calls + 2  # the first call of new code warms up
         self.reason = (
