@@ -175,6 +175,8 @@ def compile_regions(
     if all(node.op in ("placeholder", "get_attr", "output") for node in gm.graph.nodes):
         return gm.forward, {}  # nothing to compile
     regions = Counter(str(node.target) for node in gm.graph.nodes if is_region(node))
+    if not regions and any(isinstance(node.target, CallRegion) for node in gm.graph.nodes):
+        return gm.forward, {}  # no compiler could look into the calls
     if not regions:
         compiled = compiler(gm, [fake_value(node) for node in inputs_of(gm.graph)])
         return compiled, {"": (compiled, 1)}

@@ -49,17 +49,13 @@ class Forecast:
         self.total = self.done + batches
 
     @property
-    def left(self) -> int:
-        """Batches after the one that runs.
-
-        If nobody says how many, as many as there were so far: whoever compiles when that repays it
-        never spends more than twice the time of the better choice.
-        """
-        return self.done if self.total is None else max(0, self.total - self.done - 1)
+    def left(self) -> int | None:
+        """Batches after the one that runs; None if nobody says how many."""
+        return None if self.total is None else max(0, self.total - self.done - 1)
 
     def __str__(self) -> str:
-        if self.total is None:
-            return f"as many batches as the {self.done} so far"
+        if self.left is None:
+            return "as many calls as there were so far"
         return f"{self.left} more batches" if self.left != 1 else "one more batch"
 
 
@@ -148,9 +144,7 @@ class Tier:
             return self._run(*args)
         if self.is_compiled:
             return self._check(args)
-        start = _now(args)
-        result = self._run(*args)
-        self._op_by_op = _now(args) - start
+        result = self._timed(args) if self.calls == _PROBED else self._run(*args)
         self._decide()
         return result
 
@@ -181,13 +175,17 @@ class Tier:
         self._parts = timed.seconds
         return result
 
+    def _timed(self, args: Sequence[Any]) -> Any:
+        start = _now(args)
+        result = self._run(*args)
+        self._op_by_op = _now(args) - start
+        return result
+
     def _decide(self) -> None:
         measured = sum(self._parts.values()) or 1.0
         faster = {name: seconds / _speedup(name) for name, seconds in self._parts.items()}
         saved_in_a_call = self._op_by_op * (1 - sum(faster.values()) / measured)
-        calls = self.forecast.left * self.calls_in_a_batch
-        calls += max(0, self.calls_in_a_batch - self.calls)
-        saved = saved_in_a_call * calls
+        saved = saved_in_a_call * self._calls_to_come()
         cost = self.costs.estimate(self.fingerprint, self.ops)
         if saved > cost * _MARGIN:
             self._promote(saved, cost)
@@ -196,9 +194,19 @@ class Tier:
             f"op by op: compiling would take about {cost:.0f} s and save {saved:.0f} s over "
             f"{self.forecast}"
         )
-        # If nobody says how many batches there are, every one of them is news.
-        is_settled = self.forecast.total is not None
-        self._next_decision = None if is_settled else self.calls + max(1, self.calls_in_a_batch)
+        # If nobody says how many batches there are, every call is news.
+        self._next_decision = None if self.forecast.total is not None else self.calls + 1
+
+    def _calls_to_come(self) -> int:
+        """Calls in the rest of this batch and in those that follow.
+
+        If nobody says how many there are, as many as there were so far: whoever compiles when that
+        repays it hardly spends more than twice the time of the better choice.
+        """
+        rest = max(0, self.calls_in_a_batch - self.calls)
+        if self.forecast.left is None:
+            return max(rest, self.calls)
+        return rest + self.forecast.left * self.calls_in_a_batch
 
     def _promote(self, saved: float, cost: float) -> None:
         start = time.perf_counter()
