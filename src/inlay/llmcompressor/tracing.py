@@ -1,0 +1,170 @@
+"""A model as llm-compressor prepared it, made traceable for a while, and then put back."""
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from compressed_tensors.modeling import KV_CACHE_ATTR, QuantizedKVCache
+from compressed_tensors.offload.cache import OffloadCache
+from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
+from compressed_tensors.utils import patch_attr
+from llmcompressor.utils.helpers import (
+    DisableQuantization,
+    disable_cache,
+    disable_hf_kernels,
+    eval_context,
+    use_eager_attention,
+)
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+__all__ = ["is_in_place", "traceable"]
+
+_ATTENTION = "inlay_eager"
+
+
+@contextmanager
+def traceable(
+    model: nn.Module, hooks: Collection[RemovableHandle], *, states: bool
+) -> Iterator[None]:
+    """Run a model as in llm-compressor's calibration, without what breaks its graph.
+
+    Taken off for as long as this lasts are the given hooks, forwards that quantize or move weights,
+    and the wrapper of key-value caches. Numbers are those of llm-compressor's pipelines: eager
+    attention, no cache, no training, no quantization.
+
+    :param states: whether queries, keys and values are observed
+    """
+    attention = _marked_attention if states else use_eager_attention
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for context in (disable_cache, eval_context, disable_hf_kernels, DisableQuantization):
+            stack.enter_context(context(model))
+        stack.enter_context(_without_hooks(model, {hook.id for hook in hooks}))
+        stack.enter_context(_with_own_forwards(model))
+        stack.enter_context(_with_plain_weights(model))
+        stack.enter_context(attention(model))
+        yield
+
+
+@contextmanager
+def _without_hooks(model: nn.Module, ids: Collection[int]) -> Iterator[None]:
+    """Take off hooks by their ids, and those that wrap the cache of attention modules."""
+    before = []
+    try:
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                before.append((hooks, dict(hooks)))
+                for number, hook in before[-1][1].items():
+                    if number in ids or _wraps_cache(module, hook):
+                        del hooks[number]
+        yield
+    finally:
+        for hooks, were in before:  # in the order in which they were
+            hooks.clear()
+            hooks.update(were)
+
+
+def _wraps_cache(module: nn.Module, hook: Any) -> bool:
+    is_theirs = getattr(hook, "__module__", None) == QuantizedKVCache.__module__
+    return is_theirs and hasattr(module, KV_CACHE_ATTR)
+
+
+@contextmanager
+def _with_own_forwards(model: nn.Module) -> Iterator[None]:
+    """Let modules run the forward that they had before it was wrapped to quantize or to onload."""
+    wrapped = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
+    try:
+        for module, forward in wrapped.items():
+            own = _unwrapped(module, forward)
+            if own is type(module).forward:
+                del module.forward
+            elif own is not None:
+                module.forward = own.__get__(module)
+        yield
+    finally:
+        for module, forward in wrapped.items():
+            module.forward = forward
+
+
+def _unwrapped(module: nn.Module, forward: Any) -> Any:
+    """The function below the wrappers of compressed-tensors; None if it is not a method at all."""
+    function = getattr(module, "_original_forward_func", getattr(forward, "__func__", None))
+    # The wrapper that quantizes takes the name of what it wraps; its code tells it from others.
+    quantizes = getattr(function, "__code__", None) in set_forward_quantized.__code__.co_consts
+    return type(module).forward if quantizes else function
+
+
+@contextmanager
+def _with_plain_weights(model: nn.Module) -> Iterator[None]:
+    """Hold weights in dictionaries of their own, where they are in a cache that onloads them."""
+    cached = [
+        (module, name, vars(module)[name])
+        for module in model.modules()
+        for name in ("_parameters", "_buffers")
+        if isinstance(vars(module)[name], OffloadCache)
+    ]
+    try:
+        for module, name, cache in cached:
+            setattr(module, name, dict(cache.items()))
+        yield
+    finally:
+        for module, name, cache in cached:
+            setattr(module, name, cache)
+
+
+def is_in_place(model: nn.Module) -> bool:
+    """Whether all weights are where they are used, even if they are in a cache."""
+    caches = (vars(m)[n] for m in model.modules() for n in ("_parameters", "_buffers"))
+    return all(
+        _same_device(cache.onload_device, cache.offload_device)
+        for cache in caches
+        if isinstance(cache, OffloadCache)
+    )
+
+
+def _same_device(one: Any, other: Any) -> bool:
+    if "disk" in (one, other):
+        return False
+    first, second = torch.device(one), torch.device(other)
+    return first.type == second.type and (first.index or 0) == (second.index or 0)
+
+
+@contextmanager
+def _marked_attention(model: nn.Module) -> Iterator[None]:
+    """Eager attention that also names its queries, keys and values to Inlay.
+
+    Inlay knows them as what the one op of attention takes. Eager attention has no such op, and any
+    other attention rounds its results in another way than llm-compressor's pipelines do.
+    """
+    functions = _eager_functions(model)
+    if not isinstance(model, PreTrainedModel) or not functions:
+        yield
+        return
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kw: Any) -> Any:
+        # Nothing reads the result, so Inlay computes none.
+        F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        return functions[type(module).__module__](module, query, key, value, *args, **kw)
+
+    ALL_ATTENTION_FUNCTIONS[_ATTENTION] = attend
+    ALL_MASK_ATTENTION_FUNCTIONS[_ATTENTION] = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    try:
+        with patch_attr(model.config, "_attn_implementation", _ATTENTION):
+            yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[_ATTENTION]
+        del ALL_MASK_ATTENTION_FUNCTIONS[_ATTENTION]
+
+
+def _eager_functions(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Eager attention as each file of a model defines it, by the name of the file's module."""
+    names = {type(module).__module__ for module in model.modules()}
+    found = {name: getattr(sys.modules[name], "eager_attention_forward", None) for name in names}
+    return {name: function for name, function in found.items() if function is not None}
