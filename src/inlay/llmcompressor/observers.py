@@ -17,13 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from inlay.errors import ConfigurationError
 from inlay.observers import MemorylessMinMaxObserver, Observer, QParamsDict
-from inlay.recipe import make_observer
+from inlay.recipe import Slot, make_observer
+from inlay.statistics.by_slot import StatisticsBySlot
 
 __all__ = [
     "InlayObserver",
     "counterpart",
     "hand_over",
-    "hand_over_importance",
     "input_hook_of",
     "offer_observers",
     "searched_by_inlay",
@@ -166,19 +166,21 @@ def _is_registered(name: str | None) -> bool:
     return name is not None and standardize_lookup_name(name) in Observer.registered_names()
 
 
-def hand_over(own: Observer, observer: PeerObserver) -> None:
-    """Give an observer of llm-compressor the statistics of Inlay's counterpart."""
-    if isinstance(observer, InlayObserver):
-        observer.inner = own
+def hand_over(statistics: StatisticsBySlot, slot: Slot, observer: PeerObserver) -> None:
+    """Give an observer of llm-compressor what Inlay gathered for a slot, if that saw anything."""
+    known = statistics.of(slot)
+    if known is None or known.is_empty:
         return
-    for name in observer._stats_attrs:
-        setattr(observer, name, getattr(own, name))
-
-
-def hand_over_importance(tensors: Mapping[str, torch.Tensor], observer: PeerObserver) -> None:
-    """Give a weight observer what Inlay learned of the inputs of its module."""
-    target = observer.inner if isinstance(observer, InlayObserver) else observer
-    for name, tensor in tensors.items():
+    if slot.is_importance:
+        target = observer.inner if isinstance(observer, InlayObserver) else observer
+        gathered = known.current().tensors
+    elif isinstance(observer, InlayObserver):
+        observer.inner = statistics.observer(slot)
+        return
+    else:
+        own = statistics.observer(slot)
+        target, gathered = observer, {name: getattr(own, name) for name in observer._stats_attrs}
+    for name, tensor in gathered.items():
         setattr(target, name, tensor)
 
 

@@ -22,14 +22,13 @@ from inlay.errors import ConfigurationError
 from inlay.llmcompressor.fallback import problem_with, problem_with_model
 from inlay.llmcompressor.observers import (
     hand_over,
-    hand_over_importance,
     input_hook_of,
     offer_observers,
     searched_by_inlay,
 )
 from inlay.llmcompressor.recipe import Attached, attached_observers, recipe_of
 from inlay.llmcompressor.tracing import traceable
-from inlay.recipe import IMPORTANCE, Slot
+from inlay.recipe import Plan, Slot
 
 __all__ = ["InlayPipeline", "register_pipeline"]
 
@@ -97,19 +96,15 @@ class InlayPipeline(CalibrationPipeline):
                 calibration.observe(**batch)
                 if _has_padding(batch):
                     calibration.require_padding_left_out()
-        slots = {one: _slot(calibration, one) for one in gathering}
+        slots = {slot.name: slot for slot in _gathering_slots(calibration.plan)}
         statistics = calibration.statistics
-        outside = [slot.name for slot in slots.values() if statistics.of(slot) is None]
+        seen = {name for name, slot in slots.items() if statistics.of(slot) is not None}
+        outside = [str(one.gathers_from) for one in gathering if one.gathers_from not in seen]
         if outside:
             _observe_by_hooks(model, batches, outside)
-        for one, slot in slots.items():
-            known = statistics.of(slot)
-            if known is None or known.is_empty:
-                continue
-            if slot.is_importance:
-                hand_over_importance(known.current().tensors, one.observer)
-            else:
-                hand_over(statistics.observer(slot), one.observer)
+        for one in gathering:
+            if one.gathers_from in seen:
+                hand_over(statistics, slots[one.gathers_from], one.observer)
 
 
 def register_pipeline(name: str, *, count_padding: bool = True, **options: Any) -> None:
@@ -196,12 +191,9 @@ def _has_padding(batch: Mapping[str, Any]) -> bool:
     return isinstance(mask, torch.Tensor) and not bool(mask.all())
 
 
-def _slot(calibration: Calibration, one: Attached) -> Slot:
-    """The slot by which Inlay gathered for an observer."""
-    if one.base_name == "weight":
-        weight = calibration.plan.slots[f"{one.module}.weight"]
-        return Slot(one.module, IMPORTANCE, weight.args)
-    return calibration.plan.slots[f"{one.module}.{one.base_name}"]
+def _gathering_slots(plan: Plan) -> Iterator[Slot]:
+    yield from plan.activation_slots()
+    yield from plan.importance_slots()
 
 
 def _observe_by_hooks(model: nn.Module, batches: Batches, slots: Sequence[str]) -> None:

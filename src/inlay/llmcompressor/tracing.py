@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from compressed_tensors.modeling import KV_CACHE_ATTR, QuantizedKVCache
 from compressed_tensors.offload.cache import OffloadCache
 from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
-from compressed_tensors.utils import patch_attr
 from llmcompressor.utils.helpers import (
     DisableQuantization,
     disable_cache,
@@ -20,13 +19,9 @@ from llmcompressor.utils.helpers import (
 )
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = ["is_in_place", "traceable"]
-
-_ATTENTION = "inlay_eager"
 
 
 @contextmanager
@@ -143,28 +138,29 @@ def _marked_attention(model: nn.Module) -> Iterator[None]:
     Inlay knows them as what the one op of attention takes. Eager attention has no such op, and any
     other attention rounds its results in another way than llm-compressor's pipelines do.
     """
-    functions = _eager_functions(model)
-    if not isinstance(model, PreTrainedModel) or not functions:
-        yield
-        return
+    functions = {type(module): _eager_function(type(module)) for module in model.modules()}
+    before = ALL_ATTENTION_FUNCTIONS.get("eager")
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kw: Any) -> Any:
         # Nothing reads the result, so Inlay computes none.
         F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-        return functions[type(module).__module__](module, query, key, value, *args, **kw)
+        function = before or functions[type(module)]
+        return function(module, query, key, value, *args, **kw)
 
-    ALL_ATTENTION_FUNCTIONS[_ATTENTION] = attend
-    ALL_MASK_ATTENTION_FUNCTIONS[_ATTENTION] = ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    # As a rule no function has this name, and a model takes that of its own file.
+    ALL_ATTENTION_FUNCTIONS["eager"] = attend
     try:
-        with patch_attr(model.config, "_attn_implementation", _ATTENTION):
+        with use_eager_attention(model):
             yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[_ATTENTION]
-        del ALL_MASK_ATTENTION_FUNCTIONS[_ATTENTION]
+        if before is None:
+            del ALL_ATTENTION_FUNCTIONS["eager"]
+        else:
+            ALL_ATTENTION_FUNCTIONS["eager"] = before
 
 
-def _eager_functions(model: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Eager attention as each file of a model defines it, by the name of the file's module."""
-    names = {type(module).__module__ for module in model.modules()}
-    found = {name: getattr(sys.modules[name], "eager_attention_forward", None) for name in names}
-    return {name: function for name, function in found.items() if function is not None}
+def _eager_function(cls: type) -> Callable[..., Any] | None:
+    """Eager attention as the file of a class defines it, or that of a class it derives from."""
+    files = (sys.modules.get(base.__module__) for base in cls.__mro__)
+    found = (getattr(file, "eager_attention_forward", None) for file in files)
+    return next((function for function in found if function is not None), None)
