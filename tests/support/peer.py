@@ -1,7 +1,8 @@
 """Small models quantized by llm-compressor's `oneshot`, in one pipeline or another."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,21 +64,24 @@ def quantized(
     recipe: Any,
     pipeline: str | None,
     data: Sequence[Any] | None = None,
+    save_to: Path | None = None,
     **options: Any,
 ) -> Any:
-    """The model, after `oneshot` has quantized it."""
-    given = batches() if data is None else data
+    """The model, after `oneshot` has quantized it and, if asked to, saved it."""
+    given = DataLoader(batches() if data is None else data, batch_size=None)  # type: ignore
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)  # it looks there whether the model is quantized
         model.config._name_or_path = model.name_or_path = folder
-        return oneshot(
+        result = oneshot(
             model=model,
-            dataset=DataLoader(given, batch_size=None),  # type: ignore[arg-type]
             recipe=recipe,
             pipeline=pipeline,
             processor=object(),  # the data is tokens already, but it is asked for
-            **options,
+            **{"dataset": given, **options},
         )
+        if save_to is not None:
+            result.save_pretrained(save_to, save_compressed=True)
+        return result
 
 
 def qparams(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -100,6 +104,3 @@ def assert_same_tensors(found: dict[str, torch.Tensor], expected: dict[str, torc
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-Recipe = Callable[[], Any]

@@ -93,7 +93,7 @@ class InlayObserver(PeerObserver):
 
     def _fused(self) -> Iterator[Observer]:
         """Stand-ins for those that share the global scale, which may not be Inlay's."""
-        own, *others = self.fusion_handler.get_fused_statistics()
+        _, *others = self.fusion_handler.get_fused_statistics()
         for statistics in others:
             other = MemorylessMinMaxObserver(self.base_name, self.inner.args)
             for name, value in statistics.items():

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class InlayPipeline(CalibrationPipeline):
         recipe = active_session().lifecycle.recipe
         problems = {id(modifier): problem_with(modifier) for modifier in recipe.modifiers}
         with patch_attr(recipe, "modifiers", recipe.modifiers):
-            for modifiers in list(_epochs(recipe.modifiers, problems)):
+            for modifiers in _epochs(model, recipe.modifiers, problems):
                 recipe.modifiers = modifiers
                 problem = problems[id(modifiers[0])] or problem_with_model(model)
                 if problem is None:
@@ -73,10 +72,10 @@ class InlayPipeline(CalibrationPipeline):
         weights = [one.observer for one in attached if one.base_name == "weight"]
         recipe = active_session().lifecycle.recipe
         with searched_by_inlay(weights):
-            for modifier, modules in _modules_of(model, modifiers):
-                # Each gets its own modules only: to all, it would observe those of the others anew.
+            for modifier in modifiers:
+                # Each gets its own modules: given all, it would observe those of the others anew.
                 with patch_attr(recipe, "modifiers", [modifier]):
-                    LifecycleCallbacks.sequential_epoch_end(modules)
+                    LifecycleCallbacks.sequential_epoch_end(_targeted(model, modifier))
         LifecycleCallbacks.calibration_end()
 
     def _gather(
@@ -123,14 +122,28 @@ def register_pipeline(name: str, *, count_padding: bool = True, **options: Any) 
 
 
 def _epochs(
-    modifiers: Sequence[Modifier], problems: Mapping[int, str | None]
-) -> Iterator[list[Modifier]]:
-    """Modifiers that run together: those for Inlay that follow each other, any other alone."""
-    for is_ours, group in groupby(modifiers, lambda modifier: problems[id(modifier)] is None):
-        if is_ours:
-            yield list(group)
+    model: nn.Module, modifiers: Sequence[Modifier], problems: Mapping[int, str | None]
+) -> list[list[Modifier]]:
+    """Modifiers that run together: those for Inlay that follow each other, any other alone.
+
+    Of those that target the same module, each takes its observers off before the next one starts.
+    """
+    epochs: list[list[Modifier]] = []
+    modules: set[nn.Module] | None = None  # of the last epoch, if others may join it
+    for modifier in modifiers:
+        own = None if problems[id(modifier)] else set(_targeted(model, modifier))
+        if own is None or modules is None or not own.isdisjoint(modules):
+            epochs.append([modifier])
+            modules = own
         else:
-            yield from ([modifier] for modifier in group)
+            epochs[-1].append(modifier)
+            modules |= own
+    return epochs
+
+
+def _targeted(model: nn.Module, modifier: Modifier) -> list[nn.Module]:
+    found = match_named_modules(model, modifier.resolved_targets, modifier.ignore)
+    return [module for _, module in found]
 
 
 def _fall_back(
@@ -151,22 +164,6 @@ def _fall_back(
         )
         with patch_attr(recipe, "modifiers", [modifier]):
             pipeline(model, batches, dataset_args)
-
-
-def _modules_of(
-    model: nn.Module, modifiers: Sequence[Modifier]
-) -> Iterator[tuple[Modifier, list[nn.Module]]]:
-    """The modules of each modifier; where several target one, the last has the say."""
-    if len(modifiers) == 1:
-        yield modifiers[0], list(model.modules())
-        return
-    owners = {
-        module: modifier
-        for modifier in modifiers
-        for _, module in match_named_modules(model, modifier.resolved_targets, modifier.ignore)
-    }
-    for modifier in modifiers:
-        yield modifier, [module for module, owner in owners.items() if owner is modifier]
 
 
 def _required(batches: Batches | None) -> Batches:

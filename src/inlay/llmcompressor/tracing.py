@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -41,11 +42,23 @@ def traceable(
         stack.enter_context(torch.no_grad())
         for context in (disable_cache, eval_context, disable_hf_kernels, DisableQuantization):
             stack.enter_context(context(model))
+        stack.enter_context(_without_new_attributes(model))
         stack.enter_context(_without_hooks(model, {hook.id for hook in hooks}))
         stack.enter_context(_with_own_forwards(model))
         stack.enter_context(_with_plain_weights(model))
         stack.enter_context(attention(model))
         yield
+
+
+@contextmanager
+def _without_new_attributes(model: nn.Module) -> Iterator[None]:
+    """Take off what `torch.compile` notes on the module that it compiles."""
+    before = set(vars(model))
+    try:
+        yield
+    finally:
+        for name in set(vars(model)) - before:
+            delattr(model, name)
 
 
 @contextmanager
@@ -74,26 +87,31 @@ def _wraps_cache(module: nn.Module, hook: Any) -> bool:
 @contextmanager
 def _with_own_forwards(model: nn.Module) -> Iterator[None]:
     """Let modules run the forward that they had before it was wrapped to quantize or to onload."""
-    wrapped = {m: vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
+    wrapped = [m for m in model.modules() if _unwrapped(m) is not None]
+    forwards = [module.forward for module in wrapped]
     try:
-        for module, forward in wrapped.items():
-            own = _unwrapped(module, forward)
-            if own is type(module).forward:
-                del module.forward
-            elif own is not None:
+        for module in wrapped:
+            own = _unwrapped(module)
+            del module.forward
+            if own is not None and own is not type(module).forward:
                 module.forward = own.__get__(module)
         yield
     finally:
-        for module, forward in wrapped.items():
+        for module, forward in zip(wrapped, forwards, strict=True):
             module.forward = forward
 
 
-def _unwrapped(module: nn.Module, forward: Any) -> Any:
-    """The function below the wrappers of compressed-tensors; None if it is not a method at all."""
-    function = getattr(module, "_original_forward_func", getattr(forward, "__func__", None))
+def _unwrapped(module: nn.Module) -> Any:
+    """The function below the wrappers of compressed-tensors; None if there are none."""
+    outer = getattr(vars(module).get("forward"), "__func__", None)
+    function = vars(module).get("_original_forward_func", outer)
     # The wrapper that quantizes takes the name of what it wraps; its code tells it from others.
-    quantizes = getattr(function, "__code__", None) in set_forward_quantized.__code__.co_consts
-    return type(module).forward if quantizes else function
+    if getattr(function, "__code__", None) is _QUANTIZING:
+        return type(module).forward
+    return None if function is outer else function
+
+
+(_QUANTIZING,) = (c for c in set_forward_quantized.__code__.co_consts if isinstance(c, CodeType))
 
 
 @contextmanager
