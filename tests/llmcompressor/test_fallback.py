@@ -14,7 +14,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.observers import MinMaxObserver as PeerMinMaxObserver
 from llmcompressor.observers import Observer as PeerObserver
-from peer import EAGER, HEAD, assert_same_tensors, batches, preset, qparams, quantized, static
+from peer import EAGER, HEAD, assert_same_tensors, preset, quantized, static
 from torch import nn
 from transformers import BertConfig, PreTrainedModel
 
@@ -177,12 +177,9 @@ class Hidden(PreTrainedModel):
 
 @pytest.mark.parametrize("observer", ["minmax", "histogram"])
 def test_hooks_observe_what_the_graph_does_not_show(observer: str) -> None:
-    recipe = {"targets": ["re:up|down|last"]}
-    expected = qparams(quantized(Hidden(), static(observer, **recipe), "basic", batches(3)))
-    found, said = run(static(observer, **recipe), model=Hidden())
+    targets = ["re:up|down|last"]
+    expected = quantized(Hidden(), static(observer, targets=targets), "basic")
+    found, said = run(static(observer, targets=targets), model=Hidden())
     (text,) = said
     assert text.startswith("the traced model does not show down.input; hooks observe them")
-    if observer == "minmax":
-        expected = qparams(quantized(Hidden(), static(observer, **recipe), "basic"))
-        assert_same_tensors(qparams(found), expected)
-    assert all(torch.isfinite(tensor.float()).all() for tensor in qparams(found).values())
+    assert_same_tensors(found.state_dict(), expected.state_dict())

@@ -167,21 +167,22 @@ def _is_registered(name: str | None) -> bool:
 
 
 def hand_over(statistics: StatisticsBySlot, slot: Slot, observer: PeerObserver) -> None:
-    """Give an observer of llm-compressor what Inlay gathered for a slot, if that saw anything."""
+    """Give an observer of llm-compressor what Inlay gathered for a slot."""
     known = statistics.of(slot)
-    if known is None or known.is_empty:
-        return
+    assert known is not None
     if slot.is_importance:
         target = observer.inner if isinstance(observer, InlayObserver) else observer
-        gathered = known.current().tensors
-    elif isinstance(observer, InlayObserver):
-        observer.inner = statistics.observer(slot)
+        gathered = {} if known.is_empty else known.current().tensors
+        for name, tensor in gathered.items():
+            setattr(target, name, tensor)
         return
-    else:
-        own = statistics.observer(slot)
-        target, gathered = observer, {name: getattr(own, name) for name in observer._stats_attrs}
-    for name, tensor in gathered.items():
-        setattr(target, name, tensor)
+    own = statistics.observer(slot)
+    if isinstance(observer, InlayObserver):
+        own._unsynced_observations = int(known.seen)  # its weight among ranks
+        observer.inner = own
+    elif own.has_statistics:
+        for name in observer._stats_attrs:
+            setattr(observer, name, getattr(own, name))
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """From the observers that llm-compressor attached to a model to a recipe of Inlay."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from compressed_tensors.quantization import (
@@ -19,7 +19,6 @@ from inlay.recipe import BASE_NAMES, IMPORTANCE, Recipe
 __all__ = ["Attached", "attached_observers", "recipe_of", "targets_of"]
 
 _PARTS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
-_NUMBER = re.compile("[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -95,22 +94,23 @@ def targets_of(names: Collection[str], everything: Iterable[str]) -> list[str]:
     :param everything: the names of all modules
     """
     wanted = set(names)
-    numbered: dict[str, list[str]] = {}
+    alike: dict[str, list[str]] = {}
     for name in everything:
-        numbered.setdefault(_NUMBER.sub("0", name), []).append(name)
-    return [
-        target
-        for alike in numbered.values()
-        if not wanted.isdisjoint(alike)
-        for target in _targets_among(alike, wanted)
-    ]
+        alike.setdefault(_pattern(name, any_number=True), []).append(name)
+    targets: list[str] = []
+    for pattern, matched in alike.items():
+        if wanted.issuperset(matched):
+            targets.append(pattern)
+        else:
+            # As patterns too: a name alone may also be that of a class.
+            targets += [_pattern(name, any_number=False) for name in matched if name in wanted]
+    return targets
 
 
-def _targets_among(alike: list[str], wanted: set[str]) -> Iterator[str]:
-    """Targets among names that differ in their numbers only."""
-    if len(alike) > 1 and wanted.issuperset(alike):
-        words = _NUMBER.split(alike[0])
-        yield f"re:^{_NUMBER.pattern.join(map(re.escape, words))}$"
-    else:
-        # As patterns too: a name alone may also be that of a class.
-        yield from (f"re:^{re.escape(name)}$" for name in alike if name in wanted)
+def _pattern(name: str, *, any_number: bool) -> str:
+    """The target that matches a name, or all names with other numbers of layers and experts."""
+    parts = (
+        "[0-9]+" if any_number and part.isascii() and part.isdecimal() else re.escape(part)
+        for part in name.split(".")
+    )
+    return f"re:^{'[.]'.join(parts)}$"
