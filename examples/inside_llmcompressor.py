@@ -1,7 +1,7 @@
 """Quantize a model by llm-compressor, calibrated by Inlay: one import and one argument.
 
-    python examples/inside_llmcompressor.py ./SmolLM2 --out SmolLM2-W8A8
-    python examples/inside_llmcompressor.py ./SmolLM2 --out SmolLM2-W8A8 --pipeline basic
+python examples/inside_llmcompressor.py ./SmolLM2 --out SmolLM2-W8A8
+python examples/inside_llmcompressor.py ./SmolLM2 --out SmolLM2-W8A8 --pipeline basic
 """
 
 import argparse

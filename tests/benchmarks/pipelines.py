@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 WAYS = ["inlay", "basic", "sequential"]
+INSIDE = "inside:"  # before the name of a pipeline of Inlay's in llm-compressor
 CASES = [("static_minmax", 8), ("static_minmax", 64), ("mse", 64)]
 VOCABULARY = 4096
 
@@ -26,7 +27,7 @@ def rows() -> Iterator[Any]:
     with tempfile.TemporaryDirectory() as folder:
         model(VOCABULARY).save_pretrained(folder)
         for observer, count in CASES:
-            found = {way: _measure(way, folder, observer, count) for way in WAYS}
+            found = {way: measure(way, folder, observer, count) for way in WAYS}
             for peer in WAYS[1:]:
                 for what, key in (("time to qparams", "seconds"), ("peak memory", "peak")):
                     quotient = found[peer][key] / found["inlay"][key]
@@ -34,7 +35,8 @@ def rows() -> Iterator[Any]:
                     yield Row(f"peer's {what} / Inlay's", label, single(quotient))
 
 
-def _measure(way: str, folder: str, observer: str, count: int) -> dict[str, float]:
+def measure(way: str, folder: str, observer: str, count: int) -> dict[str, float]:
+    """Seconds and peak memory of one way, in a process of its own."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, __file__, way, folder, observer, str(count)],
@@ -90,6 +92,9 @@ def _peer(model: Any, batches: list[Any], observer: str, way: str) -> int:
     from overhead import recipe
     from transformers import AutoTokenizer
 
+    if way.startswith(INSIDE):
+        import inlay.llmcompressor  # noqa: F401 - registers the pipeline
+
     config = recipe(observer).config
     rows_ = torch.cat(batches)
     data = {"input_ids": rows_.tolist(), "attention_mask": torch.ones_like(rows_).tolist()}
@@ -97,7 +102,7 @@ def _peer(model: Any, batches: list[Any], observer: str, way: str) -> int:
         model=model,
         dataset=Dataset.from_dict(data),
         recipe=QuantizationModifier(config_groups=config.config_groups, ignore=config.ignore),
-        pipeline=way,
+        pipeline=way.removeprefix(INSIDE),
         num_calibration_samples=len(rows_),
         batch_size=batches[0].shape[0],
         max_seq_length=rows_.shape[1],

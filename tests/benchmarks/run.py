@@ -9,6 +9,7 @@ from pathlib import Path
 
 import compressed_tensors
 import depth
+import inside
 import llmcompressor
 import overhead
 import pipelines
@@ -24,6 +25,7 @@ PARTS = {
     "weights": weights.rows,
     "depth": depth.rows,
     "pipelines": pipelines.rows,
+    "inside": inside.rows,
 }
 
 

@@ -156,7 +156,8 @@ def _marked_attention(model: nn.Module) -> Iterator[None]:
     Inlay knows them as what the one op of attention takes. Eager attention has no such op, and any
     other attention rounds its results in another way than llm-compressor's pipelines do.
     """
-    functions = {type(module): _eager_function(type(module)) for module in model.modules()}
+    classes = {type(module) for module in model.modules()}
+    functions = {cls: own for cls in classes if (own := _eager_function(cls)) is not None}
     before = ALL_ATTENTION_FUNCTIONS.get("eager")
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kw: Any) -> Any:
