@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,15 @@ def test_an_observer_that_inlay_does_not_know() -> None:
     assert_same_tensors(found.state_dict(), expected.state_dict())
     (text,) = said
     assert "Inlay does not know the observer TheirsAlone" in text
+
+
+def test_warnings_point_at_who_called_oneshot() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quantized(small(), static("test_theirs_alone"), EAGER)
+        quantized(Hidden(), static(targets=["down"]), EAGER)
+    places = [w.filename for w in caught if "Inlay:" in str(w.message) or "hooks" in str(w.message)]
+    assert [Path(place).name for place in places] == ["peer.py", "peer.py"]
 
 
 def test_of_weights_any_observer_is_taken_that_sees_weights_alone() -> None:

@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from families import bert, gemma3, llama, mixtral, qwen3
 from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.observers import mse
 from peer import (
     CACHE,
     EAGER,
@@ -238,7 +239,7 @@ def test_data_is_not_read_where_none_is_needed() -> None:
     assert_same_tensors(qparams(found), qparams(quantized(small(), preset("FP8_DYNAMIC"), "basic")))
 
 
-def test_missing_data_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="give oneshot a dataset"):
         quantized(small(), static(), EAGER, dataset=None)
 
@@ -271,15 +272,49 @@ def test_padding_that_cannot_be_left_out_is_an_error() -> None:
         quantized(Projection(), static(), "inlay_eager_without_padding", data)
 
 
+def test_a_script_may_quantize_many_models() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        found = [qparams(quantized(Projection(), static(), EAGER, VALUES)) for _ in range(3)]
+    assert_same_tensors(found[2], found[0])
+
+
+def test_a_graph_that_breaks() -> None:
+    assert_equal_to("basic", lambda: static("minmax"), Breaking, data=VALUES)
+
+
+def test_weights_are_searched_by_inlay(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = qparams(quantized(small(), grouped("memoryless_mse"), "basic"))
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("llm-compressor searches")
+
+    monkeypatch.setattr(mse, "_grid_search_mse", refuse)
+    assert_same_tensors(qparams(quantized(small(), grouped("memoryless_mse"), EAGER)), expected)
+
+
+VALUES = [{"x": x, "attention_mask": torch.ones(1, 2)} for x in torch.randn(3, 1, 2, 4)]
+
+
 class Projection(PreTrainedModel):
     """A model that takes a mask and does nothing with it."""
 
     def __init__(self) -> None:
         super().__init__(BertConfig())
+        torch.manual_seed(0)
         self.up = nn.Linear(4, 4)
+        self.down = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return self.up(x)
+        return self.down(torch.relu(self.up(x)))
+
+
+class Breaking(Projection):
+    """A model that no tracer takes whole."""
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        torch._dynamo.graph_break()
+        return self.down(hidden)
 
 
 def test_progress_is_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> None:

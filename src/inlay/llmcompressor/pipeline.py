@@ -160,7 +160,7 @@ def _fall_back(
         warnings.warn(
             f"{type(modifier).__name__} runs in {type(pipeline).__name__} and not in Inlay: "
             f"{problem}",
-            stacklevel=4,
+            stacklevel=6,  # who called oneshot
         )
         with patch_attr(recipe, "modifiers", [modifier]):
             pipeline(model, batches, dataset_args)
@@ -199,7 +199,7 @@ def _observe_by_hooks(model: nn.Module, batches: Batches, slots: Sequence[str]) 
     warnings.warn(
         f"the traced model does not show {', '.join(slots[:3])}{more}; hooks observe them, in a "
         "second run over the data",
-        stacklevel=5,
+        stacklevel=8,  # who called oneshot
     )
     with calibration_forward_context(model), DisableQuantization(model):
         for batch in _watched(model, batches):
