@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from compressed_tensors.modeling import KV_CACHE_ATTR, QuantizedKVCache
 from compressed_tensors.offload.cache import OffloadCache
 from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
 from llmcompressor.utils.helpers import (
@@ -33,9 +32,9 @@ def traceable(
 ) -> Iterator[None]:
     """Run a model as in llm-compressor's calibration, without what breaks its graph.
 
-    Taken off for as long as this lasts are the given hooks, forwards that quantize or move weights,
-    and the wrapper of key-value caches. Numbers are those of llm-compressor's pipelines: eager
-    attention, no cache, no training, no quantization.
+    Taken off for as long as this lasts are the given hooks, and forwards that quantize or move
+    weights. Numbers are those of llm-compressor's pipelines: eager attention, no cache, no
+    training, no quantization.
 
     :param states: whether queries, keys and values are observed
     """
@@ -66,25 +65,20 @@ def _without_new_attributes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(model: nn.Module, ids: Collection[int]) -> Iterator[None]:
-    """Take off hooks by their ids, and those that wrap the cache of attention modules."""
+    """Take off hooks by their ids."""
     before = []
     try:
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 before.append((hooks, dict(hooks)))
-                for number, hook in before[-1][1].items():
-                    if number in ids or _wraps_cache(module, hook):
+                for number in before[-1][1]:
+                    if number in ids:
                         del hooks[number]
         yield
     finally:
         for hooks, were in before:  # in the order in which they were
             hooks.clear()
             hooks.update(were)
-
-
-def _wraps_cache(module: nn.Module, hook: Any) -> bool:
-    is_theirs = getattr(hook, "__module__", None) == QuantizedKVCache.__module__
-    return is_theirs and hasattr(module, KV_CACHE_ATTR)
 
 
 @contextmanager
