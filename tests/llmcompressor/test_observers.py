@@ -91,6 +91,7 @@ def test_inputs(observer: str) -> None:
                 torch.testing.assert_close(own, value.to(own.dtype), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_settings_reach_the_observer() -> None:
     def recipe(percentile: float) -> QuantizationModifier:
         kwargs = {"method": "percentile", "percentile": percentile}
@@ -143,6 +144,7 @@ def test_weights_by_an_observer_that_watches_inputs() -> None:
         )
 
 
+@pytest.mark.slow
 def test_an_observer_of_both_registries() -> None:
     """Inlay gathers, and the peer's class computes the qparams."""
 
@@ -165,6 +167,7 @@ def test_an_observer_of_both_registries() -> None:
     assert all(float(found[n]) > float(plain[n]) for n in found if n.endswith("input_scale"))
 
 
+@pytest.mark.slow
 def test_observers_registered_later_are_found() -> None:
     @Observer.register("test_llmc_later")
     class Later(Half):

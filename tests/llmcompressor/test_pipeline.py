@@ -152,6 +152,7 @@ def test_several_modifiers_share_one_run(calibrations: list[Calibration]) -> Non
     assert len(calibrations) == 1
 
 
+@pytest.mark.slow
 def test_several_modifiers_where_one_weighs_weights() -> None:
     """The peer's `basic` fails here: the second modifier asks for statistics that are gone."""
 
@@ -162,6 +163,7 @@ def test_several_modifiers_where_one_weighs_weights() -> None:
     assert_equal_to("independent", recipe)
 
 
+@pytest.mark.slow
 def test_of_modifiers_with_the_same_target_the_last_counts() -> None:
     """The peer's `basic` feeds every batch twice into such an observer, or leaves hooks behind."""
 
@@ -171,6 +173,7 @@ def test_of_modifiers_with_the_same_target_the_last_counts() -> None:
     assert_equal_to("independent", recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_queries_keys_and_values(strategy: str, calibrations: list[Calibration]) -> None:
     def recipe() -> Any:

@@ -86,6 +86,7 @@ def test_after_a_run(recipe: str) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [llama, mixtral])
 @pytest.mark.parametrize("recipe", ["inputs", "cache", "importance"])
 def test_after_an_error_in_the_middle(recipe: str, family: Any) -> None:
