@@ -113,6 +113,26 @@ def test_example_with_a_language_model(tmp_path: Path, capsys) -> None:
     assert "strategy: token" in recipe
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what the peer warns of is theirs
+def test_example_inside_llm_compressor(tmp_path: Path, capsys) -> None:
+    from families import llama
+    from peer import EAGER
+    from safetensors.torch import load_file
+    from tokens import text_of, word_tokenizer
+
+    llama(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    texts = [text_of(list(range(start, start + 9))) for start in range(4)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    options = ["--text", tmp_path / "texts.txt", "--out", tmp_path / "out", "--pipeline", EAGER]
+    run("inside_llmcompressor.py", tmp_path / "model", *options)
+    assert f"{tmp_path / 'out'} is written" in capsys.readouterr().out
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved["model.layers.0.mlp.down_proj.weight"].dtype == torch.int8
+    assert float(saved["model.layers.0.mlp.down_proj.input_scale"]) > 0
+
+
 @pytest.mark.parametrize("name", ["observe_a_weight.py", "calibrate_in_the_graph.py"])
 def test_readme_shows_the_example(name: str) -> None:
     shown = (ROOT / "README.md").read_text()

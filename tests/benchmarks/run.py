@@ -10,6 +10,7 @@ from pathlib import Path
 import after
 import compressed_tensors
 import depth
+import inside
 import llmcompressor
 import overhead
 import pipelines
@@ -26,6 +27,7 @@ PARTS = {
     "depth": depth.rows,
     "pipelines": pipelines.rows,
     "after": after.rows,
+    "inside": inside.rows,
 }
 
 

@@ -27,6 +27,7 @@ from inlay.recipe import Plan, Recipe
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.finalize import finalize
 from inlay.statistics.on_disk import DataSeen, StoredStatistics, with_gathering_observers
+from inlay.torch_private import recompile_without_limit
 
 __all__ = ["Calibration"]
 
@@ -117,7 +118,7 @@ class Calibration:
             )
         if self._observe is None:
             self._observe = self._compile_for_statistics()
-        with torch.no_grad():
+        with torch.no_grad(), recompile_without_limit():
             self._observe(*args, **without_cache(self.model, kwargs))
         self._forecast.done += 1
 

@@ -200,8 +200,8 @@ class Tier:
     def _calls_to_come(self) -> int:
         """Calls in the rest of this batch and in those that follow.
 
-        If nobody says how many there are, as many as there were so far: whoever compiles when that
-        repays it hardly spends more than twice the time of the better choice.
+        If nobody says how many there are, as many as there were so far. So a run takes at most
+        about three times as long as by the better choice, whenever it ends.
         """
         rest = max(0, self.calls_in_a_batch - self.calls)
         if self.forecast.left is None:
