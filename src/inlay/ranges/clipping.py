@@ -223,7 +223,8 @@ def divergence(histogram: Histogram, args: QuantizationArgs) -> Loss:
         reference[..., 0] += below[..., 0]
         reference[..., -1] += histogram.total - below[..., -1]
         steps = _steps((edges[..., 1:] + edges[..., :-1]) / 2, low, high, args)
-        return _kl(reference, _spread_evenly(inside, steps))
+        found = _kl(reference, _spread_evenly(inside, steps))
+        return found.masked_fill(histogram.total == 0, 0)  # a group of zeros loses nothing
 
     return _in_parts(loss, _LINEAR_BINS * histogram.total.numel())
 
@@ -237,6 +238,8 @@ def _steps(
     quantized = fake_quantize(
         values.float(), scale.float().unsqueeze(-1), zero_point.unsqueeze(-1), per_row
     )
+    # A group of zeros may have a scale that divides by zero.
+    quantized = quantized.nan_to_num(0)
     changes: torch.Tensor = quantized.diff(dim=-1, prepend=quantized[..., :1]) != 0
     return changes.long().cumsum(dim=-1)
 

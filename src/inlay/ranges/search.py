@@ -44,6 +44,9 @@ __all__ = ["COMPILE_FROM", "RangeSearch", "differences"]
 # of this size, depending on the format (`make bench` measures it), and a model with such weights
 # has that many. For smaller weights, compiling would take longer than searching.
 COMPILE_FROM = 2**21
+# Number of elements whose errors are computed at once, uncompiled. More would not stay in the cache
+# from one operation to the next, and memory for each result would be fetched from the system.
+_IN_CACHE = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,26 @@ class RangeSearch:
         local scale is not rounded, because the global scale that governs it is known only after
         all ranges of the fused layers have been chosen.
         """
+        parts = min(observed.shape[1], -(-observed.numel() // _IN_CACHE))
+        if len(observed) > 1 or parts <= 1:
+            return self._error(observed, min_vals, max_vals, importance)
+        # A group is summed in the same order whatever other groups there are.
+        rows = observed.tensor_split(parts, dim=1)
+        ends = min_vals.tensor_split(parts), max_vals.tensor_split(parts)
+        weights = (
+            [None] * parts
+            if importance is None
+            else importance.expand(observed.shape).tensor_split(parts, dim=1)
+        )
+        return torch.cat([self._error(*part) for part in zip(rows, *ends, weights, strict=True)])
+
+    def _error(
+        self,
+        observed: torch.Tensor,
+        min_vals: torch.Tensor,
+        max_vals: torch.Tensor,
+        importance: torch.Tensor | None,
+    ) -> torch.Tensor:
         args = args_of_search(self.args)
         scale, zero_point = qparams_of_range(min_vals, max_vals, args)
         error = differences(observed, scale, zero_point, args).pow_(self.norm)
