@@ -1,5 +1,6 @@
 """The histogram observer, which counts values first and chooses the range later."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -192,6 +193,22 @@ def _qparams_together(observers: Sequence[Any]) -> list[QParamsDict | Statistics
     return [found[index] for index in range(len(observers))]
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread.
+
+    A search is thousands of operations of about 50 microseconds. Divided between threads they gain
+    little, and where the cores are busy the threads wait for each other many times as long.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
 def _range_of(
     histogram: Histogram, args: QuantizationArgs, choice: Mapping[str, Any]
 ) -> MinMaxTuple:
