@@ -20,15 +20,22 @@ __all__ = ["Bar", "watched"]
 _T = TypeVar("_T")
 
 
-def watched(items: Iterable[_T], what: str, *, show: bool | None = None) -> Iterator[_T]:
+def watched(
+    items: Iterable[_T], what: str, *, total: int | None = None, show: bool | None = None
+) -> Iterator[_T]:
     """Yield the items, with a bar that shows how many are done and how long the rest will take.
 
     :param what: label of the bar
+    :param total: how many items there are, if they are to be made one by one
     :param show: draw the bar; by default if standard error is a terminal
     """
-    items = list(items)
+    if total is None:
+        items = list(items)
+        total = len(items)
     show = _shown(show)
-    yield from track(items, what, console=_console(show), disable=not show, transient=True)
+    yield from track(
+        items, what, total=total, console=_console(show), disable=not show, transient=True
+    )
 
 
 class Bar:

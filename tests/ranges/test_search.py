@@ -11,6 +11,7 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 from formats import CASES, FP8, INT4, INT8, MXFP4, NVFP4, make_args
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles import examples
 from strategies import observables
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,7 +20,7 @@ from inlay.observers import flatten_for_calibration
 from inlay.observers.mse import shrink_factors
 from inlay.ranges import candidates, kernels
 from inlay.ranges import search as search_module
-from inlay.ranges.powers import absolute_power
+from inlay.ranges.powers import absolute_power, power_in_place
 from inlay.ranges.qparams import qparams_of_range
 from inlay.ranges.rounding import as_rounded, quantize_dequantize
 from inlay.ranges.search import RangeSearch
@@ -69,6 +70,46 @@ def test_powers_are_those_of_pow(norm: float) -> None:
 
     # pow itself rounds the exponent to float32, which shows where numbers are far from 1.
     assert inaccuracy(absolute_power(values, norm)) <= max(4e-7, inaccuracy(values.abs().pow(norm)))
+
+
+@pytest.mark.parametrize("norm", [0.5, 1, 1.7, 2, 2.4, 3, 3.4, 7.3])
+def test_powers_in_place_are_those_of_pow(norm: float) -> None:
+    values = torch.cat([torch.zeros(1), torch.logspace(-5, 4, 4001)])
+    wanted = values.double() ** norm
+    seen = (wanted == 0) | ((wanted > 1e-37) & (wanted < 1e38))
+    found = power_in_place(values.clone(), norm).double()
+    torch.testing.assert_close(found[seen], wanted[seen], rtol=1e-6, atol=0)
+    ends = power_in_place(torch.tensor([torch.inf, torch.nan]), norm)
+    assert ends[0] == torch.inf
+    assert ends[1].isnan()
+
+
+@pytest.mark.parametrize("patience", [1, 4])
+@examples(20)
+@given(case=observables(), in_cache=st.sampled_from([1, 9, 40]))
+def test_errors_do_not_depend_on_the_parts_they_are_computed_in(
+    patience: int, case, in_cache: int
+) -> None:
+    base_name, args, value = case
+    search = RangeSearch(args=args, shrinks=shrink_factors(12, 20), norm=2.4, patience=patience)
+    observed = flatten_for_calibration(value, base_name, args)
+    importance = torch.rand_like(observed[:1]) if base_name == "weight" else None
+    whole = search.specification(observed, importance)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search_module, "_IN_CACHE", in_cache)
+        for ours, wanted in zip(search.specification(observed, importance), whole, strict=True):
+            assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("weight")])
+def test_large_errors_do_not_depend_on_the_parts(case: str, monkeypatch) -> None:
+    search = searching(CASES[case][1])
+    observed = flatten_for_calibration(weight_of(192, 480), "weight", search.args)
+    low, high = observed.amin(dim=(0, -1)) * 0.8, observed.amax(dim=(0, -1)) * 0.8
+    monkeypatch.setattr(search_module, "_IN_CACHE", observed.numel())
+    whole = search.error(observed, low, high)
+    monkeypatch.setattr(search_module, "_IN_CACHE", 10_000)
+    assert torch.equal(search.error(observed, low, high), whole)
 
 
 @pytest.mark.parametrize("norm", [1, 2, 2.4, 2.5, 3, 3.4])

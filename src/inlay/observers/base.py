@@ -1,7 +1,8 @@
 """The base class of observers, which turn values into statistics and statistics into scales."""
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -134,6 +135,23 @@ class Observer(InternalModule, RegistryMixin):
         require_finite(self, ("min_vals", "max_vals"))
         return self._qparams_of(*self._chosen_range(), self.args)
 
+    @classmethod
+    def get_qparams_of(
+        cls, observers: Iterable["Observer"]
+    ) -> Iterator["QParamsDict | StatisticsError"]:
+        """Compute the qparams of several observers of this class, each as `get_qparams` does.
+
+        This default asks one after another. An observer that can search the ranges of several at
+        once in less time overrides it, and finds the same.
+
+        :return: in the order of the observers, qparams or the error that `get_qparams` would raise
+        """
+        for observer in observers:
+            try:
+                yield observer.get_qparams()
+            except StatisticsError as error:
+                yield error
+
     def _chosen_range(self) -> MinMaxTuple:
         """Return the range to quantize: that of the statistics, unless a subclass overrides it."""
         return self.min_vals, self.max_vals
@@ -232,6 +250,9 @@ def require_finite(observer: Observer, statistics: Iterable[str]) -> None:
         )
     for name in statistics:
         values = getattr(observer, name)
+        # A finite sum has finite terms. This is the usual case, and several times as fast.
+        if math.isfinite(float(values.sum())):
+            continue
         bad = ~torch.isfinite(values)
         if bool(bad.any()):
             where = tuple(bad.nonzero()[0].tolist())
@@ -243,8 +264,8 @@ def require_finite(observer: Observer, statistics: Iterable[str]) -> None:
 
 
 def _is_usable(scale: torch.Tensor) -> bool:
-    values = scale.to(torch.float32)
-    return bool((torch.isfinite(values) & (values > 0)).all())
+    least, largest = scale.to(torch.float32).aminmax()
+    return float(least) > 0 and math.isfinite(float(largest))
 
 
 def _as_tensor(value: Any) -> torch.Tensor:

@@ -1,18 +1,21 @@
 """The histogram observer, which counts values first and chooses the range later."""
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import distributed as dist
 
-from inlay.errors import ConfigurationError
+from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, require_finite
 from inlay.observers.helpers import as_stored
 from inlay.observers.kwargs import Kwarg, one_of, percent, positive, read_kwargs, whole
 from inlay.observers.measuring import Tensors
 from inlay.observers.min_max import StaticMinMaxObserver
+from inlay.ranges.args import key_of
 from inlay.ranges.clipping import ClipSearch, Loss, clip, divergence, quantization_error
 from inlay.ranges.float_histogram import FloatBins, Histogram
 from inlay.ranges.padding import as_weights
@@ -26,6 +29,10 @@ _CHOICE: tuple[Kwarg, ...] = (
     positive("norm", 2.4),
     whole("grid", 128, at_least=8, at_most=4096),
 )
+_EXTREMES = ("min_vals", "max_vals")
+# Bins of histograms that are searched together: 16 MiB of counts, and a few times as much for what
+# is made of them. These are 64 tensors by default; more at once would not be faster.
+_BINS_TOGETHER = 2**21
 _ACTIVATION = (QuantizationStrategy.TENSOR,)
 _ATTENTION = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
@@ -74,7 +81,7 @@ class HistogramObserver(StaticMinMaxObserver):
     @property
     def histogram(self) -> Histogram:
         """The distribution of the values observed so far."""
-        require_finite(self, ("min_vals", "max_vals"))
+        require_finite(self, _EXTREMES)
         return Histogram(self.bins, self.counts, self.min_vals, self.max_vals)
 
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
@@ -97,21 +104,19 @@ class HistogramObserver(StaticMinMaxObserver):
         :param settings: `method`, `percentile`, `norm` or `grid`, to override the observer's own
         """
         args = self._require_same_strategy(args)
-        choice = self._choice(settings)
-        histogram, method = self.histogram, choice["method"]
-        if method == "minmax":
-            return self.min_vals, self.max_vals
-        if method == "percentile":
-            return _percentile(histogram, args, choice["percentile"] / 100)
-        loss: Loss = (
-            quantization_error(histogram, args, choice["norm"])
-            if method == "mse"
-            else divergence(histogram, args)
-        )
-        search = ClipSearch(
-            histogram=histogram, loss=loss, symmetric=bool(args.symmetric), grid=choice["grid"]
-        )
-        return search()
+        return _range_of(self.histogram, args, self._choice(settings))
+
+    @classmethod
+    def get_qparams_of(
+        cls, observers: Iterable[Observer]
+    ) -> Iterator[QParamsDict | StatisticsError]:
+        """Compute the qparams of several observers, searching those together that are alike."""
+        for kind, alike in itertools.groupby(observers, _kind_of):
+            if kind is None or cls is not HistogramObserver:  # a subclass may choose otherwise
+                yield from super().get_qparams_of(alike)
+                continue
+            while members := list(itertools.islice(alike, kind.together)):
+                yield from _qparams_together(members)
 
     @torch.no_grad()
     def requantize(self, args: QuantizationArgs | None = None, **settings: Any) -> QParamsDict:
@@ -135,6 +140,92 @@ class HistogramObserver(StaticMinMaxObserver):
                 f"cannot be quantized with {_name(args.strategy)}; observe them again for it"
             )
         return args
+
+
+class _Kind(NamedTuple):
+    """What histograms have in common that are searched together."""
+
+    args: str
+    choice: tuple[Any, ...]
+    counts: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def together(self) -> int:
+        return max(1, _BINS_TOGETHER // self.counts.numel())
+
+
+def _kind_of(observer: Observer) -> _Kind | None:
+    if not isinstance(observer, HistogramObserver) or not observer.has_statistics:
+        return None
+    return _Kind(
+        key_of(observer.args),
+        tuple(observer._choice({}).values()),
+        observer.counts.shape,
+        observer.min_vals.dtype,
+        observer.min_vals.device,
+    )
+
+
+@torch.no_grad()
+def _qparams_together(observers: Sequence[Any]) -> list[QParamsDict | StatisticsError]:
+    found: dict[int, QParamsDict | StatisticsError] = {}
+    usable = []
+    for index, observer in enumerate(observers):
+        try:
+            require_finite(observer, _EXTREMES)
+            usable.append(index)
+        except StatisticsError as error:
+            found[index] = error
+    if usable:
+        first = observers[usable[0]]
+        stacked = (
+            torch.stack([getattr(observers[index], name) for index in usable])
+            for name in ("counts", *_EXTREMES)
+        )
+        ranges = _range_of(Histogram(first.bins, *stacked), first.args, first._choice({}))
+        for index, low, high in zip(usable, *ranges, strict=True):
+            try:
+                found[index] = observers[index]._qparams_of(low, high, first.args)
+            except StatisticsError as error:
+                found[index] = error
+    return [found[index] for index in range(len(observers))]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread.
+
+    A search is thousands of operations of about 50 microseconds. Divided between threads they gain
+    little, and where the cores are busy the threads wait for each other many times as long.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_one_thread()
+def _range_of(
+    histogram: Histogram, args: QuantizationArgs, choice: Mapping[str, Any]
+) -> MinMaxTuple:
+    method = choice["method"]
+    if method == "minmax":
+        return histogram.min_vals, histogram.max_vals
+    if method == "percentile":
+        return _percentile(histogram, args, choice["percentile"] / 100)
+    loss: Loss = (
+        quantization_error(histogram, args, choice["norm"])
+        if method == "mse"
+        else divergence(histogram, args)
+    )
+    search = ClipSearch(
+        histogram=histogram, loss=loss, symmetric=bool(args.symmetric), grid=choice["grid"]
+    )
+    return search()
 
 
 def _percentile(histogram: Histogram, args: QuantizationArgs, fraction: float) -> MinMaxTuple:

@@ -7,18 +7,25 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle import fake_quantize
 
+from inlay.ranges.candidates import error_dtype
 from inlay.ranges.float_histogram import Histogram
+from inlay.ranges.powers import power_in_place
 from inlay.ranges.qparams import qparams_of_range
-from inlay.ranges.search import RangeSearch
+from inlay.ranges.rounding import smallest_step
+from inlay.ranges.search import differences
 
 __all__ = ["ClipSearch", "Loss", "Range", "clip", "divergence", "quantization_error"]
 
-# Maps minimum and maximum, of shape (candidates, *qparam_shape), to losses of that shape.
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Maps minimum and maximum, of shape (candidates, *qparam_shape), to float64 losses of that shape.
+# The third argument is a bound for each group; a loss above it may be returned as infinite.
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Range = tuple[torch.Tensor, torch.Tensor]
 
-_AT_ONCE = 1 << 20  # numbers processed together, to bound memory
+_BLOCK = 1024  # points whose errors are summed in float32; sums of blocks are added in float64
+_TILE = 256  # blocks processed together: one mebibyte, which stays in the cache
+_AT_ONCE = 1 << 20  # numbers of linear histograms processed together, to bound memory
 _LINEAR_BINS = 2048
+_SAMPLE = 8  # one of so many candidates is judged first, to give up most of the others early
 _UNLIKELY = 1e-9  # replaces a probability of zero, which has no logarithm
 
 
@@ -65,7 +72,8 @@ class ClipSearch:
         widest = torch.maximum(below, above)
         floor = self._floor(widest)
 
-        whole = self.loss(of.min_vals.unsqueeze(0), of.max_vals.unsqueeze(0)).squeeze(0)
+        unbounded = torch.full_like(widest, torch.inf)
+        whole = self.loss(of.min_vals.unsqueeze(0), of.max_vals.unsqueeze(0), unbounded).squeeze(0)
         found = _Found(widest, widest, whole)
         both = _geometric(widest, floor, self.grid)
         found = self._better(found, both, both)
@@ -79,11 +87,12 @@ class ClipSearch:
 
     def _floor(self, widest: torch.Tensor) -> torch.Tensor:
         """Return the smallest threshold worth trying."""
-        nonzero = self.histogram.without_zeros()
+        tiny = torch.finfo(torch.float32).tiny
+        nonzero = self.histogram.without_zeros().magnitudes()
         if nonzero.mass.size(-1) == 0:
-            return widest.clamp(min=torch.finfo(torch.float32).tiny)
-        floor = nonzero.magnitudes().quantile(0.01)
-        return torch.minimum(floor, widest).clamp(min=torch.finfo(torch.float32).tiny)
+            return widest.clamp(min=tiny)
+        floor = torch.where(nonzero.total > 0, nonzero.quantile(0.01), widest)
+        return torch.minimum(floor, widest).clamp(min=tiny)
 
     def _take_turns(
         self,
@@ -108,9 +117,14 @@ class ClipSearch:
         """Keep what was found or the best candidate, whichever loses less, for each group."""
         below, above = below + torch.zeros_like(above), above + torch.zeros_like(below)
         of = self.histogram
-        losses = self.loss(*clip(of.min_vals, of.max_vals, below, above))
-        # Never choose a candidate whose error overflowed.
-        losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        low, high = clip(of.min_vals, of.max_vals, below, above)
+        losses = torch.empty_like(below)
+        first = torch.arange(len(losses), device=losses.device) % _SAMPLE == 0
+        bound = found.loss
+        for part in (first, ~first):
+            # Never choose a candidate whose error overflowed.
+            losses[part] = self.loss(low[part], high[part], bound).nan_to_num(torch.inf, torch.inf)
+            bound = torch.minimum(bound, losses[part].amin(dim=0))
         loss, best = losses.min(dim=0)
         better = loss < found.loss
         return _Found(
@@ -120,17 +134,74 @@ class ClipSearch:
         )
 
 
+class _Points:
+    """Values with weights, whose quantization errors are summed in blocks of falling magnitude.
+
+    Blocks come in this order so that a candidate is done early. Values below a quarter of its
+    smallest step become zero, in any dtype and with any zero point, and cost the same for every
+    such candidate. And as errors only add up, a candidate may be given up as soon as it loses more
+    than another one does in all.
+
+    A group's loss is the same number whatever groups are beside it: each block is summed by
+    itself, and the sums of blocks are added in float64 in their order.
+    """
+
+    def __init__(self, histogram: Histogram, args: QuantizationArgs, norm: float) -> None:
+        self.args, self.norm = args, norm
+        values, weights = (part.flatten(0, -2) for part in histogram.points())
+        values = values.masked_fill(weights == 0, 0)
+        order = values.abs().argsort(dim=-1, descending=True, stable=True)
+        # Of shape (blocks, groups, block), so that the same block of some groups is copied fast.
+        self.values = _in_blocks(values.gather(-1, order))
+        self.weights = _in_blocks(weights.gather(-1, order).to(error_dtype(values)))
+        self.largest = self.values[..., 0].abs().double()
+        as_zero = self._sums(self.values.to(self.weights.dtype).abs(), self.weights)
+        # The loss of each block and all after it, if all of their values become zero.
+        rest = as_zero.double().flip(0).cumsum(0).flip(0)
+        self.rest = torch.cat([rest, torch.zeros_like(rest[:1])])
+
+    def loss(self, low: torch.Tensor, high: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+        scale, zero_point = (part.flatten() for part in qparams_of_range(low, high, self.args))
+        blocks, groups, _ = self.values.shape
+        group = torch.arange(groups, device=low.device).repeat(len(low))
+        visible = scale.double() * (smallest_step(self.args) / 4)
+        needed = (self.largest[:, group] >= visible).sum(0)
+        loss = self.rest[needed, group]
+        bound = bound.expand_as(low).flatten()
+
+        start = 0
+        while start < blocks:
+            alive = ((needed > start) & ~(loss > bound)).nonzero().squeeze(-1)
+            stop = min(blocks, start + max(1, _TILE // max(1, len(alive))))
+            number = torch.arange(start, stop, device=low.device).unsqueeze(-1)
+            for rows in torch.split(alive, _TILE):
+                values, weights = self._tile(slice(start, stop), group[rows])
+                errors = differences(values, scale[rows], zero_point[rows], self.args)
+                sums = self._sums(errors, weights).double().masked_fill(number >= needed[rows], 0)
+                loss[rows] = torch.cat([loss[rows].unsqueeze(0), sums]).cumsum(0)[-1]
+            start = stop
+        return loss.masked_fill(loss > bound, torch.inf).reshape(low.shape)
+
+    def _tile(self, blocks: slice, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values and weights of these blocks, for each row those of its group."""
+        values, weights = self.values[blocks], self.weights[blocks]
+        if values.size(1) == 1:
+            return values, weights
+        return values.index_select(1, groups), weights.index_select(1, groups)
+
+    def _sums(self, differences: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return power_in_place(differences, self.norm).mul_(weights).sum(-1)
+
+
+def _in_blocks(points: torch.Tensor) -> torch.Tensor:
+    """Divide points into blocks, filled up with zeros, which every range represents exactly."""
+    filled = torch.nn.functional.pad(points, (0, -points.size(-1) % _BLOCK))
+    return filled.reshape(len(filled), -1, _BLOCK).transpose(0, 1).contiguous()
+
+
 def quantization_error(histogram: Histogram, args: QuantizationArgs, norm: float) -> Loss:
     """Make the loss that sums |quantized - observed| ** norm over all values."""
-    values, weights = histogram.points()
-    # Add an axis for observations, as in an observed value, and one for candidates.
-    values, weights = values[None, None], weights[None, None].float()
-    error = RangeSearch(args=args, shrinks=(), norm=norm).error
-
-    def loss(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-        return error(values, low, high, weights)
-
-    return _in_parts(loss, values.numel())
+    return _Points(histogram, args, norm).loss
 
 
 def divergence(histogram: Histogram, args: QuantizationArgs) -> Loss:
@@ -142,7 +213,7 @@ def divergence(histogram: Histogram, args: QuantizationArgs) -> Loss:
     """
     histogram = histogram.without_zeros()
     if histogram.mass.size(-1) == 0:
-        return lambda low, high: torch.zeros_like(low, dtype=torch.float64)
+        return lambda low, high, bound: torch.zeros_like(low, dtype=torch.float64)
 
     def loss(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         edges = _linear(low.double(), high.double(), _LINEAR_BINS + 1)
@@ -152,7 +223,8 @@ def divergence(histogram: Histogram, args: QuantizationArgs) -> Loss:
         reference[..., 0] += below[..., 0]
         reference[..., -1] += histogram.total - below[..., -1]
         steps = _steps((edges[..., 1:] + edges[..., :-1]) / 2, low, high, args)
-        return _kl(reference, _spread_evenly(inside, steps))
+        found = _kl(reference, _spread_evenly(inside, steps))
+        return found.masked_fill(histogram.total == 0, 0)  # a group of zeros loses nothing
 
     return _in_parts(loss, _LINEAR_BINS * histogram.total.numel())
 
@@ -166,6 +238,8 @@ def _steps(
     quantized = fake_quantize(
         values.float(), scale.float().unsqueeze(-1), zero_point.unsqueeze(-1), per_row
     )
+    # A group of zeros may have a scale that divides by zero.
+    quantized = quantized.nan_to_num(0)
     changes: torch.Tensor = quantized.diff(dim=-1, prepend=quantized[..., :1]) != 0
     return changes.long().cumsum(dim=-1)
 
@@ -183,11 +257,11 @@ def _kl(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.xlogy(p, p / q.clamp(min=_UNLIKELY)).sum(dim=-1)
 
 
-def _in_parts(loss: Loss, numbers: int) -> Loss:
+def _in_parts(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], numbers: int) -> Loss:
     """Compute the same loss for a few candidates at a time."""
     at_once = max(1, _AT_ONCE // max(1, numbers))
 
-    def in_parts(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    def in_parts(low: torch.Tensor, high: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
         parts = zip(torch.split(low, at_once), torch.split(high, at_once), strict=True)
         return torch.cat([loss(*part) for part in parts]).double()
 

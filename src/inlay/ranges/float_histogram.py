@@ -75,6 +75,13 @@ class FloatBins:
         outer[0], outer[-1] = 0, torch.finfo(torch.float32).max
         return inner, outer
 
+    def in_order(self, device: torch.device) -> torch.Tensor:
+        """Return the numbers of all bins by rising value; the two zeros stand side by side."""
+        bin_ = torch.arange(self.size, device=device)
+        zero, negative_zero = bin_[:1], bin_[self.per_sign : self.per_sign + 1]
+        negative, positive = bin_[self.per_sign + 1 :].flip(0), bin_[1 : self.per_sign]
+        return torch.cat([negative, zero, negative_zero, positive])
+
 
 # Used instead of aten.bincount, whose result has a data-dependent shape, and of scatter_add, which
 # needs an index of eight bytes and is slower.
@@ -92,7 +99,9 @@ def _(index: torch.Tensor, size: int) -> torch.Tensor:
 class Histogram:
     """A distribution read from counts: uniform inside each bin, empty beyond the extremes.
 
-    It keeps only bins that some group uses, in the order of their values.
+    Each group keeps only the bins that it uses, in the order of their values, followed by empty
+    bins up to the number that the fullest group has. So what is read from a group does not depend
+    on the groups beside it.
 
     :param counts: of shape (*qparam_shape, bins.size)
     :param min_vals: the exact smallest values, of shape qparam_shape
@@ -108,20 +117,46 @@ class Histogram:
     ) -> None:
         self.bins, self.counts = bins, counts
         self.min_vals, self.max_vals = min_vals, max_vals
-        inner, outer = bins.magnitudes(counts.device)
-        inner, outer = torch.cat([inner, -inner]), torch.cat([outer, -outer])
-        used = counts.flatten(0, -2).any(dim=0).nonzero().squeeze(-1)
-        used = used[(inner + outer)[used].argsort(stable=True)]
-        self._inner, self._outer = inner[used], outer[used]
-        self.mass = counts[..., used].double()
+
+    @cached_property
+    def _used(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Inner and outer edges of the bins that each group uses, and their mass."""
+        device = self.counts.device
+        order = self.bins.in_order(device)
+        counts = self.counts.reshape(-1, self.bins.size).index_select(1, order)
+        group, place = counts.nonzero(as_tuple=True)
+        used = torch.bincount(group, minlength=len(counts))
+        rank = torch.arange(len(group), device=device) - (used.cumsum(0) - used)[group]
+        shape = (len(counts), int(used.max()))
+
+        def of_each_group(values: torch.Tensor, empty: float) -> torch.Tensor:
+            found = torch.full(shape, empty, dtype=torch.float64, device=device)
+            found[group, rank] = values.double()
+            return found.reshape(*self.counts.shape[:-1], shape[-1])
+
+        inner, outer = (
+            torch.cat([edge, -edge])[order][place] for edge in self.bins.magnitudes(device)
+        )
+        beyond = torch.finfo(torch.float32).max  # empty bins lie after those of all values
+        return (
+            of_each_group(inner, beyond),
+            of_each_group(outer, beyond),
+            of_each_group(counts[group, place], 0),
+        )
+
+    @property
+    def mass(self) -> torch.Tensor:
+        return self._used[2]
 
     @cached_property
     def lower(self) -> torch.Tensor:
-        return self._inside(torch.minimum(self._inner, self._outer))
+        inner, outer, _ = self._used
+        return self._inside(torch.minimum(inner, outer))
 
     @cached_property
     def upper(self) -> torch.Tensor:
-        return self._inside(torch.maximum(self._inner, self._outer))
+        inner, outer, _ = self._used
+        return self._inside(torch.maximum(inner, outer))
 
     @cached_property
     def _below(self) -> torch.Tensor:
@@ -152,10 +187,10 @@ class Histogram:
     def points(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values that represent the distribution, and their weights.
 
-        Each extreme is a value of its own, since a lone outlier may matter most. All values have
-        the dtype of the extremes. In bfloat16 they are the exact numbers that a bin holds; in other
-        dtypes they are shifted differently in each bin, so that no grid of quantized values falls
-        in step with them.
+        The extremes come first, each a value of its own, since a lone outlier may matter most. All
+        values have the dtype of the extremes. In bfloat16 they are the exact numbers that a bin
+        holds; in other dtypes they are shifted differently in each bin, so that no grid of
+        quantized values falls in step with them.
 
         :return: values and weights of shape (*qparam_shape, points)
         """
@@ -163,15 +198,16 @@ class Histogram:
         per_bin = 1 << max(0, (7 if is_bfloat16 else 9) - self.bins.mantissa_bits)
         step = torch.arange(per_bin, device=self.mass.device)
         if not is_bfloat16:
-            shift = torch.arange(len(self._inner), device=self.mass.device) * _GOLDEN % 1
+            shift = torch.arange(self.mass.size(-1), device=self.mass.device) * _GOLDEN % 1
             step = step + shift.unsqueeze(-1)
-        width = (self._outer - self._inner).unsqueeze(-1)
-        values = (self._inner.unsqueeze(-1) + width * (step / per_bin)).flatten()
+        inner, outer, _ = self._used
+        width = (outer - inner).unsqueeze(-1)
+        values = (inner.unsqueeze(-1) + width * (step / per_bin)).flatten(-2)
         weights = (self._mass_between() / per_bin).repeat_interleave(per_bin, dim=-1)
         extremes = torch.stack([self.min_vals, self.max_vals], dim=-1)
         return (
-            torch.cat([self._inside(values).to(extremes.dtype), extremes], dim=-1),
-            torch.cat([weights, torch.ones_like(extremes, dtype=weights.dtype)], dim=-1),
+            torch.cat([extremes, self._inside(values).to(extremes.dtype)], dim=-1),
+            torch.cat([torch.ones_like(extremes, dtype=weights.dtype), weights], dim=-1),
         )
 
     def _mass_between(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from inlay.torch_private import without_fake_mode, without_torch_function
 
-__all__ = ["EagerRounding", "as_rounded", "quantize_dequantize", "stored"]
+__all__ = ["EagerRounding", "as_rounded", "quantize_dequantize", "smallest_step", "stored"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -94,6 +94,13 @@ def _round(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     if args.num_bits == 8:
         return _to_grid(value, mantissa=3, smallest_exponent=-6)
     return _to_grid(value, mantissa=1, smallest_exponent=0)
+
+
+def smallest_step(args: QuantizationArgs) -> float:
+    """Return the smallest positive number of the format, of which a scale is the unit."""
+    if args.type == QuantizationType.INT:
+        return 1.0
+    return 2.0**-9 if args.num_bits == 8 else 0.5
 
 
 def _to_grid(value: torch.Tensor, *, mantissa: int, smallest_exponent: int) -> torch.Tensor:

@@ -37,13 +37,16 @@ from inlay.ranges.padding import as_weights, fill_invalid
 from inlay.ranges.qparams import qparams_of_range
 from inlay.ranges.rounding import stored
 
-__all__ = ["COMPILE_FROM", "RangeSearch"]
+__all__ = ["COMPILE_FROM", "RangeSearch", "differences"]
 
 # Number of elements from which an eager search is compiled, once per format. Only the size decides,
 # so that results do not depend on the order of weights. Compiling pays off after 30 to 140 weights
 # of this size, depending on the format (`make bench` measures it), and a model with such weights
 # has that many. For smaller weights, compiling would take longer than searching.
 COMPILE_FROM = 2**21
+# Number of elements whose errors are computed at once, uncompiled. More would not stay in the cache
+# from one operation to the next, and memory for each result would be fetched from the system.
+_IN_CACHE = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +129,29 @@ class RangeSearch:
         local scale is not rounded, because the global scale that governs it is known only after
         all ranges of the fused layers have been chosen.
         """
+        parts = min(observed.shape[1], -(-observed.numel() // _IN_CACHE))
+        if len(observed) > 1 or parts <= 1:
+            return self._error(observed, min_vals, max_vals, importance)
+        # A group is summed in the same order whatever other groups there are.
+        rows = observed.tensor_split(parts, dim=1)
+        ends = min_vals.tensor_split(parts), max_vals.tensor_split(parts)
+        weights = (
+            [None] * parts
+            if importance is None
+            else importance.expand(observed.shape).tensor_split(parts, dim=1)
+        )
+        return torch.cat([self._error(*part) for part in zip(rows, *ends, weights, strict=True)])
+
+    def _error(
+        self,
+        observed: torch.Tensor,
+        min_vals: torch.Tensor,
+        max_vals: torch.Tensor,
+        importance: torch.Tensor | None,
+    ) -> torch.Tensor:
         args = args_of_search(self.args)
         scale, zero_point = qparams_of_range(min_vals, max_vals, args)
-        # One scale per row of the last dimension replaces any strategy, so the value need not be
-        # brought back to the shape it had before it was flattened.
-        per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
-        quantized = fake_quantize(
-            observed, scale.unsqueeze(-1), zero_point.unsqueeze(-1), per_row
-        ).to(observed.dtype)
-
-        dtype = error_dtype(observed)
-        error: torch.Tensor = quantized.to(dtype).sub_(observed).abs_().pow_(self.norm)
+        error = differences(observed, scale, zero_point, args).pow_(self.norm)
         if importance is not None:
             error.mul_(importance)
         return error.sum(dim=(0, -1))
@@ -220,6 +235,20 @@ class RangeSearch:
             gained |= improving(part)
         tried = tried_of(gained, self.patience)
         return torch.cat([first_best(torch.where(tried, part, torch.inf)) for part in errors()])
+
+
+def differences(
+    observed: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, args: QuantizationArgs
+) -> torch.Tensor:
+    """Compute |quantized - observed| in a new tensor, with one scale for the last dimension."""
+    # One scale per row of the last dimension replaces any strategy, so the value need not be
+    # brought back to the shape it had before it was flattened.
+    per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
+    # Symmetric formats have zero points of 0; leaving them out saves an addition and a subtraction.
+    offset = None if args.symmetric else zero_point.unsqueeze(-1)
+    quantized = fake_quantize(observed, scale.unsqueeze(-1), offset, per_row).to(observed.dtype)
+    difference: torch.Tensor = quantized.to(error_dtype(observed)).sub_(observed).abs_()
+    return difference
 
 
 def _stopped_early(best: torch.Tensor, candidates: int, patience: int) -> bool:
