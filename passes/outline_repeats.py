@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from inlay.graph import (
     Pass,
@@ -50,37 +50,41 @@ class OutlineRepeats(Pass):
     autocast or gradients on the way is left whole, because a piece compiled alone would not know.
     """
 
+    def pieces(self, gm: GraphModule) -> list[list[Node]]:
+        """Find the nodes that become calls, in the order of the graph."""
+        found = _cut(gm)
+        return [piece for piece in found if not _is_call(piece[0])] if len(found) > 1 else []
+
     def call(self, gm: GraphModule) -> PassResult:
-        pieces = _cut(gm)
-        if any(made_by(n) == self.name or switches_modes(n) for n in gm.graph.nodes):
-            return PassResult(copy(gm), False)
-        if len(pieces) < 2:
+        pieces = self.pieces(gm)
+        if not pieces or any(made_by(n) == self.name or switches_modes(n) for n in gm.graph.nodes):
             return PassResult(copy(gm), False)
         names: dict[Any, str] = {}
         bodies: dict[str, GraphModule] = {}
         outer = new_graph_like(gm.graph)
         values: dict[Node, Node] = {}
+        last = {piece[-1]: piece for piece in pieces}
+        inside = {node for piece in pieces for node in piece}
+        held = {holder for node in inside for holder in bodies_of(node)}
         for node in gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr") and body_held_by(node) is None:
-                values[node] = outer.node_copy(node)
-        for piece in pieces:
-            if _is_call(piece[0]):
-                for node in piece:
-                    values[node] = outer.node_copy(node, lambda node: values[node])
+            if node.op != "output" and node not in inside and node not in held:
+                values[node] = outer.node_copy(node, lambda node: values[node])
+            if node not in last:
                 continue
+            piece = last[node]
             inputs, outputs = _interface(piece)
             key = _structure(piece, inputs, outputs)
             name = names.setdefault(key, f"region_{len(names)}")
             if name not in bodies:
                 bodies[name] = _body(gm, piece, inputs, outputs)
             call = stamp(outer.call_module(name, tuple(values[n] for n in inputs)), self.name)
-            for index, node in enumerate(outputs):
-                values[node] = stamp(outer.call_function(_getitem, (call, index)), self.name)
-                values[node].meta["example_value"] = fake_value(node)
+            for index, result in enumerate(outputs):
+                values[result] = stamp(outer.call_function(_getitem, (call, index)), self.name)
+                values[result].meta["example_value"] = fake_value(result)
         (output,) = gm.graph.find_nodes(op="output")
         outer.node_copy(output, lambda node: values[node])
         adopt_calling_convention(outer, gm.graph)
-        outlined = GraphModule({**_attributes(gm), **bodies}, outer, type(gm).__name__)
+        outlined = GraphModule({**_attributes(gm, outer), **bodies}, outer, type(gm).__name__)
         outlined.train(gm.training)
         return PassResult(outlined, True)
 
@@ -173,11 +177,12 @@ def _attribute(module: torch.nn.Module, target: str) -> Any:
     return value
 
 
-def _attributes(gm: GraphModule) -> dict[str, Any]:
+def _attributes(gm: GraphModule, outer: Graph) -> dict[str, Any]:
+    """What the nodes that stay refer to by name."""
     return {
         str(node.target): _attribute(gm, str(node.target))
-        for node in gm.graph.find_nodes(op="get_attr")
-        if body_held_by(node) is None
+        for node in outer.nodes
+        if node.op in _BY_NAME and hasattr(gm, str(node.target).partition(".")[0])
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings
-from inlay.calibration.compiled_graph import CompiledGraph
+from inlay.calibration.compiled_graph import CompiledGraph, compile_regions
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.tiers import CompileCosts, Forecast, Tier
 from inlay.errors import GraphError
@@ -80,7 +80,7 @@ class Backend:
             return self._compile(self.compiler, gm, inputs)
         tier = Tier(
             gm,
-            lambda: self._compile_later(gm, inputs),
+            lambda chosen: compile_regions(chosen, self._compile_later)[0],
             forecast=self.forecast,
             costs=self._costs,
         )

@@ -11,21 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from inlay.files import write_atomically
-from inlay.graph import fake_value
+from inlay.graph import fake_value, is_region
 from inlay.nodes.observe import Observe
+from inlay.passes import OutlineObservers
 from inlay.torch_private import compiler_cache_folder
 
 __all__ = ["CompileCosts", "Forecast", "Tier"]
 
-Compile = Callable[[], Callable[..., Any]]
+Compile = Callable[[GraphModule], Callable[..., Any]]
 
 # How many times faster the parts of a graph run once they are compiled, as measured on CPUs with
 # `make bench`. The products of matrices, which are most of a forward, are the same code either way.
-_FORWARD = 1.0
-_OBSERVERS = {"mse": 4.0, "memoryless_mse": 4.0, "imatrix_mse": 1.5, "histogram": 1.3}
+_FORWARD = 1.1
+_OBSERVERS = {
+    "mse": 5.0,
+    "memoryless_mse": 5.0,
+    "histogram": 3.0,
+    "static_minmax": 1.0,
+    "memoryless_minmax": 1.0,
+    "minmax": 1.0,
+    "imatrix_mse": 1.0,  # sums squares of inputs here
+}
 _OTHER_OBSERVERS = 1.5
 # Calls of a piece until it is known what it takes: the first one warms up, the second is timed op
 # by op, the third as it runs.
@@ -114,11 +124,25 @@ class CompileCosts:
             return  # costs are then estimated again
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """One way to compile a piece."""
+
+    what: str
+    gm: GraphModule
+    ops: int
+    fingerprint: str
+    saved_in_a_call: float  # seconds
+
+
 class Tier:
     """A piece of a graph that runs op by op, and compiled once that repays itself.
 
+    What is compiled is the piece as a whole, or its observers alone, while the rest goes on op by
+    op: searching ranges is most of the time that a compiler saves, and little of what it costs.
+
     :param gm: the piece
-    :param compile: compiles it
+    :param compile: compiles a graph; of one with regions, only these
     """
 
     def __init__(
@@ -154,20 +178,7 @@ class Tier:
 
     @property
     def ops(self) -> int:
-        """How much there is to compile. An observer is a handful of ops, a search many."""
-        return sum(_ops(node) for node in self.gm.graph.nodes)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """The same for graphs that the compiler turns into the same code."""
-        inputs = [fake_value(node) for node in self.gm.graph.find_nodes(op="placeholder")]
-        shapes = [
-            (str(tuple(value.shape)), str(value.dtype), str(value.device))
-            for value in inputs
-            if isinstance(value, torch.Tensor)
-        ]
-        text = f"{torch.__version__} {self.gm.code} {shapes}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _ops(self.gm)
 
     def _probe(self, args: Sequence[Any]) -> Any:
         timed = _Timed(self.gm)
@@ -182,20 +193,44 @@ class Tier:
         return result
 
     def _decide(self) -> None:
-        measured = sum(self._parts.values()) or 1.0
-        faster = {name: seconds / _speedup(name) for name, seconds in self._parts.items()}
-        saved_in_a_call = self._op_by_op * (1 - sum(faster.values()) / measured)
-        saved = saved_in_a_call * self._calls_to_come()
-        cost = self.costs.estimate(self.fingerprint, self.ops)
-        if saved > cost * _MARGIN:
-            self._promote(saved, cost)
+        calls = self._calls_to_come()
+
+        def gain(choice: _Choice) -> tuple[float, float, float]:
+            saved = choice.saved_in_a_call * calls
+            cost = self.costs.estimate(choice.fingerprint, choice.ops)
+            return saved - cost * _MARGIN, saved, cost
+
+        best = max(self._choices, key=gain)
+        surplus, saved, cost = gain(best)
+        if surplus > 0:
+            self._promote(best, saved)
             return
         self.reason = (
-            f"op by op: compiling would take about {cost:.0f} s and save {saved:.0f} s over "
-            f"{self.forecast}"
+            f"op by op: compiling {best.what} would take about {cost:.0f} s and save {saved:.0f} s "
+            f"over {self.forecast}"
         )
         # If nobody says how many batches there are, every call is news.
         self._next_decision = None if self.forecast.total is not None else self.calls + 1
+
+    @cached_property
+    def _choices(self) -> list[_Choice]:
+        measured = sum(self._parts.values()) or 1.0
+        # Shares of a call that compiling saves, by observer; "" for the rest.
+        saved = {
+            name: seconds / measured * (1 - 1 / _speedup(name))
+            for name, seconds in self._parts.items()
+        }
+        slow = frozenset(name for name, share in saved.items() if name and share > 0)
+        whole = ("all of it", self.gm, sum(saved.values()))
+        outlined = OutlineObservers(observers=slow)(self.gm) if slow else None
+        found = [whole]
+        if outlined is not None and outlined.modified:
+            share = sum(saved[name] for name in slow)
+            found.append(("its observers", outlined.graph_module, share))
+        return [
+            _Choice(what, gm, _ops_to_compile(gm), _fingerprint(gm), share * self._op_by_op)
+            for what, gm, share in found
+        ]
 
     def _calls_to_come(self) -> int:
         """Calls in the rest of this batch and in those that follow.
@@ -208,10 +243,10 @@ class Tier:
             return max(rest, self.calls)
         return rest + self.forecast.left * self.calls_in_a_batch
 
-    def _promote(self, saved: float, cost: float) -> None:
+    def _promote(self, choice: _Choice, saved: float) -> None:
         start = time.perf_counter()
         try:
-            self._run = self._compile()
+            self._run = self._compile(choice.gm)
         except Exception as error:
             # Whatever ails the compiler, the calibration does not need it.
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -219,12 +254,12 @@ class Tier:
             self.reason, self._next_decision = f"op by op: compiling failed: {reason}", None
             return
         taken = time.perf_counter() - start
-        self.costs.learn(self.fingerprint, self.ops, taken)
+        self.costs.learn(choice.fingerprint, choice.ops, taken)
         self.is_compiled = True
         self._next_decision = self.calls + 2  # the first call of new code warms up
         self.reason = (
-            f"compiled after {self.calls} calls, in {taken:.0f} s: it should save {saved:.0f} s "
-            f"over {self.forecast}"
+            f"{choice.what} compiled after {self.calls} calls, in {taken:.0f} s: that should save "
+            f"{saved:.0f} s over {self.forecast}"
         )
 
     def _check(self, args: Sequence[Any]) -> Any:
@@ -265,10 +300,34 @@ def _speedup(part: str) -> float:
     return _OBSERVERS.get(part, _OTHER_OBSERVERS) if part else _FORWARD
 
 
-def _ops(node: Node) -> int:
+def _ops_to_compile(gm: GraphModule) -> int:
+    """How much a compiler gets to see: the regions of a graph, or all of it if there are none."""
+    regions = {str(node.target) for node in gm.graph.nodes if is_region(node)}
+    return sum(_ops(gm.get_submodule(name)) for name in regions) if regions else _ops(gm)
+
+
+def _ops(gm: nn.Module) -> int:
+    """The ops of a graph. An observer is a handful of them, a search many."""
+    assert isinstance(gm, GraphModule)
+    return sum(_weight(node) for node in gm.graph.nodes)
+
+
+def _weight(node: Node) -> int:
     if not isinstance(node.target, Observe):
         return int(node.op not in ("placeholder", "output", "get_attr"))
-    return 40 if _speedup(node.target.rule.name) > 2 else 8
+    return 40 if _speedup(node.target.rule.name) > 4 else 8
+
+
+def _fingerprint(gm: GraphModule) -> str:
+    """The same for graphs that the compiler turns into the same code."""
+    inputs = [fake_value(node) for node in gm.graph.find_nodes(op="placeholder")]
+    shapes = [
+        (str(tuple(value.shape)), str(value.dtype), str(value.device))
+        for value in inputs
+        if isinstance(value, torch.Tensor)
+    ]
+    text = f"{torch.__version__} {gm.code} {shapes}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _now(values: Any) -> float:

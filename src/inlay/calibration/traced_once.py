@@ -21,10 +21,7 @@ class TracedOnce:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._marked = {
-            cls: torch.compiler.nested_compile_region(_forward(cls))
-            for cls in _block_classes(model)
-        }
+        self._marked = {cls: _marked_forward(cls) for cls in _block_classes(model)}
 
     def running(self, compiled: Callable[..., Any]) -> list[Callable[..., Any]]:
         """The compiled model as a way to run with blocks traced once, if there are any."""
@@ -98,11 +95,55 @@ def _can_be_marked(cls: type[nn.Module], modules: Any) -> bool:
     return not is_of_torch and not any("forward" in vars(module) for module in modules)
 
 
-def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
-    """A function of the same code, so that the mark is not left on the class's own."""
+def _marked_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """A `forward` that runs the class's own as a region.
+
+    The region takes what the block is called with as a row of tensors and constants. For keyword
+    arguments and tuples Dynamo would trace torch's own flattening, with every call.
+    """
     forward: Any = cls.forward
 
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, form: str, *values: Any) -> Any:
+        args, kwargs = _unflatten(form, values)
         return forward(self, *args, **kwargs)
 
-    return run
+    region = torch.compiler.nested_compile_region(run)
+
+    def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        form, values = _flatten(args, kwargs)
+        return region(self, form, *values)
+
+    return marked
+
+
+def _flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """Arguments as a row of values, and a text that tells how to put them back.
+
+    Dynamo traces this for every block, so it is as plain as can be.
+    """
+    form = ""
+    values: list[Any] = []
+    for name, value in [*[("", value) for value in args], *kwargs.items()]:
+        if type(value) is tuple:
+            form += f"{name}:{len(value)};"
+            values += value
+        else:
+            form += f"{name};"
+            values.append(value)
+    return form, values
+
+
+def _unflatten(form: str, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    at = 0
+    for entry in form.split(";")[:-1]:
+        name, is_tuple, length = entry.partition(":")
+        size = int(length) if is_tuple else 1
+        value = tuple(values[at : at + size]) if is_tuple else values[at]
+        at += size
+        if name:
+            kwargs[name] = value
+        else:
+            args.append(value)
+    return args, kwargs
