@@ -7,8 +7,7 @@ from inlay.passes.fold_qparams import FoldQParams
 from inlay.passes.inline_calls import InlineCalls
 from inlay.passes.insert_observers import InsertObservers
 from inlay.passes.leave_out_padding import LeaveOutPadding
-from inlay.passes.outline_observers import OutlineObservers
-from inlay.passes.outline_repeats import OutlineRepeats
+from inlay.passes.outline_repeats import OutlineObservers, OutlineRepeats
 from inlay.passes.prune_unobserved import PruneUnobserved
 from inlay.passes.remove_observers import RemoveObservers
 from inlay.passes.share_observers import ShareObservers

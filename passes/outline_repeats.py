@@ -1,4 +1,4 @@
-"""Cut the graph into blocks, and give identical blocks one body."""
+"""Cut blocks or observers out of the graph, and give identical ones one body."""
 
 import operator
 import re
@@ -22,9 +22,10 @@ from inlay.graph import (
     transformed_nodes,
 )
 from inlay.nodes.call_region import CallRegion
+from inlay.nodes.observe import Observe
 from inlay.torch_private import adopt_calling_convention, new_graph_like
 
-__all__ = ["OutlineRepeats"]
+__all__ = ["OutlineObservers", "OutlineRepeats"]
 
 _BY_NAME = ("call_module", "get_attr")  # ops whose target is a module of the graph
 _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
@@ -87,6 +88,37 @@ class OutlineRepeats(Pass):
         outlined = GraphModule({**_attributes(gm, outer), **bodies}, outer, type(gm).__name__)
         outlined.train(gm.training)
         return PassResult(outlined, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlineObservers(OutlineRepeats):
+    """Make every observe node a call, and of identical ones the same call.
+
+    Before:                              After:
+        observe(x, q_input_seen, ...)        region_0(x, q_input_seen, ...)
+        y = linear(x, w)                     y = linear(x, w)
+        observe(y, o_input_seen, ...)        region_0(y, o_input_seen, ...)
+        z = linear(y, v)                     z = linear(y, v)
+        return z                             return z
+
+    The observers can then be compiled while the rest runs op by op. Observe nodes are identical if
+    they follow the same rule for values of the same shape. An opaque one stays where it is.
+
+    :param observers: names of the observers to cut out
+    """
+
+    observers: frozenset[str]
+
+    def pieces(self, gm: GraphModule) -> list[list[Node]]:
+        return [[node] for node in gm.graph.nodes if self._is_cut_out(node)]
+
+    def _is_cut_out(self, node: Node) -> bool:
+        target = node.target
+        return (
+            isinstance(target, Observe)
+            and not target.is_opaque
+            and target.rule.name in self.observers
+        )
 
 
 def _getitem(values: tuple[Any, ...], index: int) -> Any:

@@ -37,7 +37,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def switch() -> None:
         torch._dynamo.reset()
-        monkeypatch.setattr(TracedOnce, "running", lambda self, compiled: [])
+        monkeypatch.setattr(TracedOnce, "running", lambda self, compiled, traced: [])
 
     return switch
 

@@ -164,7 +164,11 @@ class Calibration:
         # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
         whole = torch.compile(model, backend=self._observing, fullgraph=True)
         parts = torch.compile(model, backend=self._parts)
-        return first_that_traces([*TracedOnce(model).running(whole), whole, parts])
+
+        def traced() -> int:
+            return len(self._observing.graphs)
+
+        return first_that_traces([*TracedOnce(model).running(whole, traced), whole, parts])
 
     @property
     def model(self) -> nn.Module:

@@ -14,6 +14,10 @@ from inlay.torch_private import graph_break_errors
 __all__ = ["TracedOnce", "first_that_traces", "without_cache"]
 
 
+class _ResistsError(Exception):
+    """A model could not be traced with blocks as regions."""
+
+
 class TracedOnce:
     """The classes of a model's blocks, marked as regions for as long as the model runs.
 
@@ -23,12 +27,25 @@ class TracedOnce:
     def __init__(self, model: nn.Module) -> None:
         self._marked = {cls: _marked_forward(cls) for cls in _block_classes(model)}
 
-    def running(self, compiled: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """The compiled model as a way to run with blocks traced once, if there are any."""
+    def running(
+        self, compiled: Callable[..., Any], traced: Callable[[], int]
+    ) -> list[Callable[..., Any]]:
+        """The compiled model as a way to run with blocks traced once, if there are any.
+
+        :param traced: tells how many graphs were traced so far
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._marks():
-                return compiled(*args, **kwargs)
+            before = traced()
+            try:
+                with self._marks():
+                    return compiled(*args, **kwargs)
+            except Exception as error:
+                # Regions are young, and fail in more ways than by a break. If the model itself is
+                # at fault, tracing it as it is says so.
+                if traced() > before:
+                    raise
+                raise _ResistsError from error
 
         return [run] if self._marked else []
 
@@ -63,12 +80,13 @@ def first_that_traces(ways: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     :param ways: ways to run the same; the last one takes breaks
     """
     left = list(ways)
+    resisting: tuple[type[Exception], ...] = (_ResistsError, *graph_break_errors())
 
     def run(*args: Any, **kwargs: Any) -> Any:
         while len(left) > 1:
             try:
                 return left[0](*args, **kwargs)
-            except graph_break_errors():
+            except resisting:
                 del left[0]
         return left[0](*args, **kwargs)
 

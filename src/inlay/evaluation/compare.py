@@ -131,7 +131,8 @@ def _op_by_op(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
     """Return the graphs of a backend, run op by op so that only quantization makes a difference."""
     whole = torch.compile(_Whole(model), backend=backend, fullgraph=True)
     parts = torch.compile(_Whole(model), backend=backend)
-    compiled = first_that_traces([*TracedOnce(model).running(whole), parts])
+    once = TracedOnce(model).running(whole, lambda: len(backend.graphs))
+    compiled = first_that_traces([*once, parts])
 
     def run(batch: Batch) -> Any:
         # If Dynamo gave up it would run the plain model, and nothing would seem to have changed.

@@ -1,15 +1,16 @@
 """Graphs that a graph calls more than once, such as a block that Dynamo traced once."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from inlay.errors import GraphError
 from inlay.graph.editing import bodies_of, copy, switches_modes
 from inlay.graph.higher_order import transformed_nodes
 from inlay.graph.inputs import attention_masks, inputs_of, mark_mask
-from inlay.graph.matching import weight_use
+from inlay.graph.matching import transposed_by, weight_use
 from inlay.graph.writes import Writes
 
 __all__ = ["RepeatedGraph", "repeated_graphs"]
@@ -48,6 +49,7 @@ def repeated_graphs(gm: GraphModule) -> list[RepeatedGraph]:
     """
     if any(switches_modes(node) for node in gm.graph.nodes):
         return []
+    _require_transforms(gm)
     transformed = transformed_nodes(gm.graph.nodes)
     calls: dict[GraphModule, list[Node]] = {}
     for node in gm.graph.nodes:
@@ -63,7 +65,20 @@ def repeated_graphs(gm: GraphModule) -> list[RepeatedGraph]:
     ]
 
 
-def _stands_alone(body: GraphModule, calls: Iterable[Node]) -> bool:
+def _require_transforms(gm: GraphModule) -> None:
+    """Refuse bodies with a `vmap`: Dynamo leaves out where one begins, for nothing reads that."""
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") != _CALL:
+            continue
+        for body in bodies_of(node).values():
+            if any(getattr(n.target, "__name__", "") == "_add_batch_dim" for n in body.graph.nodes):
+                raise GraphError(
+                    f"node {node.name} runs a region with a vmap, which Dynamo traces incompletely;"
+                    " do not mark what holds it as a nested_compile_region"
+                )
+
+
+def _stands_alone(body: GraphModule, calls: Sequence[Node]) -> bool:
     inputs = inputs_of(body.graph)
     writes = Writes(body.graph)
     (output,) = body.graph.find_nodes(op="output")
@@ -71,6 +86,9 @@ def _stands_alone(body: GraphModule, calls: Iterable[Node]) -> bool:
         return False
     uses = (weight_use(body, node) for node in body.graph.nodes)
     weights = {use.weight_node for use in uses if use is not None}
+    operands = [operand for call in calls for operand in call.args[2:]]
+    if any(transposed_by(operand) is not None for operand in operands):
+        return False  # perhaps of a weight
     return all(
         _are_read_one_by_one(call, body)
         and all(
