@@ -36,14 +36,13 @@ class TracedOnce:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = traced()
             try:
                 with self._marks():
                     return compiled(*args, **kwargs)
             except Exception as error:
                 # Regions are young, and fail in more ways than by a break. If the model itself is
                 # at fault, tracing it as it is says so.
-                if traced() > before:
+                if traced():
                     raise
                 raise _ResistsError from error
 
