@@ -7,8 +7,6 @@ own, as a run does; what comes before finalize is not counted.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,18 +43,9 @@ def rows() -> Iterator[Any]:
 
 
 def _measure(way: str, model: str, scheme: str) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
-            [sys.executable, __file__, way, model, scheme],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(f"{way} failed:\n{done.stderr[-2000:]}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    from harness import cold
+
+    return cold(__file__, way, model, scheme)
 
 
 def child(way: str, name: str, scheme: str) -> None:

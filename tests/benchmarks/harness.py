@@ -1,6 +1,11 @@
 """Measure things side by side: on a shared machine only ratios from one run mean anything."""
 
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,6 +54,25 @@ def ratio(of: Measurement, to: Measurement) -> Ratio:
     quotients = sorted(a / b for a, b in zip(of.seconds, to.seconds, strict=True))
     quartiles = statistics.quantiles(quotients, n=4)
     return Ratio(statistics.median(quotients), quartiles[0], quartiles[2])
+
+
+def cold(file: str, *arguments: str) -> dict[str, float]:
+    """Run a file in a process of its own with an empty compiler cache, and return what it prints.
+
+    :param file: prints a dictionary in JSON as its last line
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, file, *arguments],
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def single(value: float) -> Ratio:

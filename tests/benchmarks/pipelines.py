@@ -6,8 +6,6 @@ the compiler are empty.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -73,18 +71,9 @@ def _rows(own: list[dict[str, float]], peer: list[dict[str, float]], label: str)
 
 def measure(way: str, folder: str, observer: str, count: int) -> dict[str, float]:
     """Seconds and peak memory of one way, in a process of its own."""
-    with tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
-            [sys.executable, __file__, way, folder, observer, str(count)],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise RuntimeError(f"{way} failed:\n{done.stderr[-2000:]}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    from harness import cold
+
+    return cold(__file__, way, folder, observer, str(count))
 
 
 def child(way: str, folder: str, what: str, count: int) -> None:

@@ -224,6 +224,8 @@ def test_statistics_do_not_depend_on_the_tier(
             self._next_decision = self.calls + 1
 
     monkeypatch.setattr(Tier, "_decide", decide)
+    # What this takes says nothing of a compiler, and must not be remembered on this machine.
+    monkeypatch.setattr(CompileCosts, "_keep", lambda self: None)
     monkeypatch.setattr(Tier, "_check", lambda self, args: self._run(*args))
     found = []
     for compiler in ("eager", "auto"):
@@ -238,7 +240,7 @@ def test_statistics_do_not_depend_on_the_tier(
         assert torch.equal(qparams["scale"], found[1].finalize()[name]["scale"])
 
 
-def test_auto_says_what_it_does() -> None:
+def test_auto_says_what_it_does(clock: Clock) -> None:
     model = torch.nn.Sequential(linear(), torch.nn.ReLU(), linear(seed=1))
     calibration = Calibration(model, MSE)
     calibration.expect(4)

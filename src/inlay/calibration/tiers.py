@@ -24,8 +24,8 @@ __all__ = ["CompileCosts", "Forecast", "Tier"]
 
 Compile = Callable[[GraphModule], Callable[..., Any]]
 
-# How many times faster the parts of a graph run once they are compiled, as measured on CPUs with
-# `make bench`. The products of matrices, which are most of a forward, are the same code either way.
+# How many times faster the parts of a graph run once they are compiled, as measured on a CPU with
+# two cores. The products of matrices, most of a forward, are the same code either way.
 _FORWARD = 1.1
 _OBSERVERS = {
     "mse": 5.0,
@@ -109,7 +109,7 @@ class CompileCosts:
         elif graph in self.known:
             self.known[graph] = seconds
         else:
-            self.per_op = (self.per_op + seconds / ops) / 2  # graphs differ
+            self.per_op = (self.per_op + seconds / max(1, ops)) / 2  # graphs differ
         # What is cached takes about a fifth; the next time tells.
         self.known.setdefault(graph, seconds / 5)
         self._keep()
@@ -181,7 +181,7 @@ class Tier:
         return _ops(self.gm)
 
     def _probe(self, args: Sequence[Any]) -> Any:
-        timed = _Timed(self.gm)
+        timed = _Timed(self.gm, args)
         result = timed.run(*args)
         self._parts = timed.seconds
         return result
@@ -283,16 +283,16 @@ class Tier:
 class _Timed(Interpreter):
     """Runs a graph op by op, and takes the seconds of its observers and of the rest."""
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, args: Sequence[Any]) -> None:
         super().__init__(gm)
+        self._args = args  # on the device that is timed
         self.seconds: dict[str, float] = {}
 
     def run_node(self, n: Node) -> Any:
-        start = _now(n.meta.get("example_value"))
+        start = _now(self._args)
         result = super().run_node(n)
         name = n.target.rule.name if isinstance(n.target, Observe) else ""
-        taken = _now(n.meta.get("example_value")) - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + taken
+        self.seconds[name] = self.seconds.get(name, 0.0) + _now(self._args) - start
         return result
 
 
@@ -330,9 +330,8 @@ def _fingerprint(gm: GraphModule) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _now(values: Any) -> float:
+def _now(values: Sequence[Any]) -> float:
     """The time when the device of the values has done what it was given."""
-    flat = values if isinstance(values, (tuple, list)) else (values,)
-    if any(isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta") for v in flat):
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values):
         torch.accelerator.synchronize()
     return time.perf_counter()
