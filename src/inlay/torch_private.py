@@ -27,14 +27,12 @@ __all__ = [
     "compiler_named",
     "compiling_in",
     "fake_mode_of",
-    "forget_compiled",
     "graph_break_errors",
     "inductor_settings",
     "is_proxied",
     "lost_guards",
     "mark_varying",
     "module_behind",
-    "never_fall_back",
     "new_graph_like",
     "recompile_without_limit",
     "set_autocast",
@@ -192,18 +190,6 @@ def inductor_settings(**settings: Any) -> AbstractContextManager[None]:
     return patch
 
 
-@contextmanager
-def never_fall_back() -> Iterator[None]:
-    """Have Dynamo raise where it would otherwise give up and run the plain model.
-
-    torch 2.6; `fail_on_recompile_limit_hit` has no public form.
-    """
-    from torch._dynamo import config
-
-    with config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True, suppress_errors=False):
-        yield
-
-
 def recompile_without_limit() -> AbstractContextManager[None]:
     """Have Dynamo compile the code of a class anew for each of its models, however many there were.
 
@@ -245,16 +231,6 @@ def mark_varying(tensor: torch.Tensor, dim: int) -> None:
     from torch._dynamo import maybe_mark_dynamic
 
     maybe_mark_dynamic(tensor, dim)
-
-
-def forget_compiled(function: Any) -> None:
-    """Drop what Dynamo compiled of a function, and nothing else.
-
-    torch 2.1; `torch.compiler.reset` is public and drops everything.
-    """
-    from torch._C._dynamo.eval_frame import reset_code
-
-    reset_code(function.__code__)
 
 
 def module_behind(module: Any) -> nn.Module | None:

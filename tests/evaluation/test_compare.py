@@ -240,9 +240,9 @@ def test_without_data_weights_still_have_an_error() -> None:
     found = compare(model, calibration, [])
     assert (found.batches, found.changes, found.findings) == (0, (), ())
     for layer, module in zip(found.layers, model, strict=True):
-        folded = calibration.comparing().quantized_value(
-            calibration.statistics.plan.slots[f"{layer.module}.weight"], "folded"
-        )
+        slot = calibration.statistics.plan.slots[f"{layer.module}.weight"]
+        with calibration.rerun() as rerun:
+            folded = rerun.bindings.quantized_value(slot, "folded")
         expected = decibels(module.weight.detach(), folded)
         assert layer.weight_sqnr_db == pytest.approx(expected, abs=1e-3)
         assert (layer.sqnr_db, layer.input_sqnr_db) == (None, None)

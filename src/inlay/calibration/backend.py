@@ -1,7 +1,8 @@
 """The backend that `torch.compile` calls with every graph of a model."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch.fx import GraphModule
@@ -11,6 +12,7 @@ from inlay.calibration.compiled_graph import CompiledGraph, compile_regions
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.tiers import CompileCosts, Forecast, Tier
 from inlay.errors import GraphError
+from inlay.graph import writes_to_inputs
 from inlay.ranges.kernels import keep_whole
 from inlay.torch_private import (
     allow_real_tensors,
@@ -58,6 +60,25 @@ class Backend:
         for graph in self.graphs:
             graph.unbind()
 
+    @contextmanager
+    def lent(self, bindings: Bindings, pipelines: Pipelines) -> Iterator[None]:
+        """Run the graphs that are traced already for another purpose, op by op, for a while."""
+        own = self._bindings, self.pipelines, self.compiler
+        self._bindings, self.pipelines, self.compiler = weakref.ref(bindings), pipelines, "eager"
+        try:
+            yield
+        finally:
+            self._bindings, self.pipelines, self.compiler = own
+
+    def serves(self, pipelines: Pipelines) -> bool:
+        """Whether graphs were run for a purpose."""
+        return any(graph.serves(pipelines.purpose) for graph in self.graphs)
+
+    def forget(self, pipelines: Pipelines) -> None:
+        """Drop what graphs were turned into for a purpose, with the tensors they were run with."""
+        for graph in self.graphs:
+            graph.forget(pipelines.purpose)
+
     @property
     def bindings(self) -> Bindings:
         bindings = self._bindings()
@@ -69,10 +90,26 @@ class Backend:
         return bindings
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> CompiledGraph:
-        graph = CompiledGraph(self, gm, self.pipelines)
+        return self._take(CompiledGraph(self, gm), example_inputs)
+
+    def compile_block(self, gm: GraphModule, example_inputs: Sequence[Any]) -> CompiledGraph:
+        """Make the graph of a block observe or quantize, which runs in the middle of another."""
+        if writes_to_inputs(gm):
+            raise GraphError("a block writes to what it is called with")
+        return self._take(CompiledGraph(self, gm, is_region=True), example_inputs)
+
+    def _take(self, graph: CompiledGraph, example_inputs: Sequence[Any]) -> CompiledGraph:
         graph.bind(example_inputs)  # compile now, while Dynamo is compiling
         self.graphs += [graph, *graph.regions]
         return graph
+
+    def start_again(self) -> None:
+        """Forget all graphs, and what they have observed."""
+        for graph in self.graphs:
+            graph.unbind()
+        self.graphs.clear()
+        self.tiers.clear()
+        self.bindings.statistics.start_again()
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one region with the compiler of the calibration, or leave that for later."""

@@ -1,7 +1,8 @@
 """Calibration: observe a model while it runs, then let it run quantized."""
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from torch.fx import GraphModule
 
 from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
+from inlay.calibration.blocks import Blocks
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.explain import explain
 from inlay.calibration.padding import padding_problem
 from inlay.calibration.pipelines import Pipelines
+from inlay.calibration.rerun import Rerun
 from inlay.calibration.tiers import Forecast, Tier
-from inlay.calibration.traced_once import TracedOnce, first_that_traces, without_cache
+from inlay.calibration.tracing import Enclosed, first_that_traces, without_cache
 from inlay.calibration.weights import Weights
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
@@ -71,7 +74,7 @@ class Calibration:
         # Who calls `torch.compile` has said that compiling is wanted.
         asked = "inductor" if compiler == AUTO else compiler
         self._backend = Backend(self._bindings, pipelines, compiler=asked)
-        self._observe: Callable[..., Any] | None = None
+        self._graphs_run: Callable[..., Any] | None = None
 
     @classmethod
     def from_statistics(
@@ -116,11 +119,14 @@ class Calibration:
             raise ConfigurationError(
                 "the calibration is finalized; make a new one to observe more batches"
             )
-        if self._observe is None:
-            self._observe = self._compile_for_statistics()
-        with torch.no_grad(), recompile_without_limit():
-            self._observe(*args, **without_cache(self.model, kwargs))
+        self._run_graphs(*args, **kwargs)
         self._forecast.done += 1
+
+    def _run_graphs(self, *args: Any, **kwargs: Any) -> Any:
+        if self._graphs_run is None:
+            self._graphs_run = self._compile_for_statistics()
+        with torch.no_grad(), recompile_without_limit():
+            return self._graphs_run(*args, **without_cache(self.model, kwargs))
 
     def expect(self, batches: int) -> None:
         """Say how many more batches are to come, so that nothing is compiled for too few."""
@@ -149,10 +155,7 @@ class Calibration:
 
     def run(self, batch: Any) -> None:
         """Observe a batch: keyword arguments of the model by name, or positional ones."""
-        if isinstance(batch, Mapping):
-            self.observe(**batch)
-        else:
-            self.observe(*batch)
+        _call(self.observe, batch)
 
     @property
     def graphs(self) -> list[CompiledGraph]:
@@ -162,13 +165,11 @@ class Calibration:
     def _compile_for_statistics(self) -> Callable[..., Any]:
         model = self.model
         # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
-        whole = torch.compile(model, backend=self._observing, fullgraph=True)
-        parts = torch.compile(model, backend=self._parts)
+        whole = torch.compile(Enclosed(model), backend=self._observing, fullgraph=True)
+        parts = torch.compile(Enclosed(model), backend=self._parts)
 
-        def traced() -> int:
-            return len(self._observing.graphs)
-
-        return first_that_traces([*TracedOnce(model).running(whole, traced), whole, parts])
+        apart = Blocks(model, self._observing).running(whole)
+        return first_that_traces([*apart, whole, parts])
 
     @property
     def model(self) -> nn.Module:
@@ -228,14 +229,19 @@ class Calibration:
         }
         return bind(final, constants)
 
-    def comparing(self) -> Bindings:
-        """Statistics and weights for comparing, with folded weights that go when this goes."""
-        return Bindings(self.statistics, self._bindings.weights.with_own_cache())
-
-    @property
-    def pipelines(self) -> Pipelines:
-        """The passes that make a graph observe or quantize, with the outputs of the model."""
-        return self._backend.pipelines
+    @contextmanager
+    def rerun(self) -> Iterator[Rerun]:
+        """Give the outputs of batches from the finalized graphs, keeping nothing afterwards."""
+        rerun = Rerun(
+            run=lambda batch: _call(self._run_graphs, batch),
+            backends=(self._observing, self._parts),
+            bindings=Bindings(self.statistics, self._bindings.weights.with_own_cache()),
+            pipelines=self._backend.pipelines,
+        )
+        try:
+            yield rerun
+        finally:
+            rerun.forget()
 
     def save(
         self,
@@ -267,3 +273,7 @@ class Calibration:
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
         return explain(self.statistics, self.graphs, self.tiers)
+
+
+def _call(run: Callable[..., Any], batch: Any) -> Any:
+    return run(**batch) if isinstance(batch, Mapping) else run(*batch)

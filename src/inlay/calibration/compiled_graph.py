@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
+from torch.fx.node import map_arg
 
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
-from inlay.calibration.pipelines import Pipelines
+from inlay.calibration.blocks import Block, BlockCall, call_block
+from inlay.calibration.pipelines import Pipelines, Purpose
 from inlay.calibration.tiers import Tier
 from inlay.graph import (
+    attention_masks,
     copy,
     fake_value,
     inputs_of,
@@ -59,11 +62,12 @@ class CompiledGraph:
 
     A graph that it calls more than once is prepared once, as a graph of its own.
 
-    :param regions: these graphs
+    :param is_region: whether another graph calls this one
+    :param regions: the graphs that this one calls more than once
     """
 
-    def __init__(self, backend: "Backend", gm: GraphModule, pipelines: Pipelines) -> None:
-        self.backend, self.pipelines = backend, pipelines
+    def __init__(self, backend: "Backend", gm: GraphModule, *, is_region: bool = False) -> None:
+        self.backend, self._is_region = backend, is_region
         self.regions: list[CompiledGraph] = []
         # Weights are operands of calls until these are inlined.
         self.gm = gm = InlineCalls()(self._with_regions(gm)).graph_module
@@ -81,15 +85,21 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         run, tensors = self.bind(args)
         results = run(*args, *tensors)
-        return results if self.pipelines.outputs else (None,) * self.num_outputs
+        wanted = self._is_region or self.backend.pipelines.outputs
+        return results if wanted else (None,) * self.num_outputs
+
+    @property
+    def _pipelines(self) -> Pipelines:
+        # The next block reads what a block gives, whether or not the caller does.
+        pipelines = self.backend.pipelines
+        return replace(pipelines, outputs=True) if self._is_region else pipelines
 
     def _with_regions(self, gm: GraphModule) -> GraphModule:
-        """Let graphs that are called more than once be called as graphs of their own."""
+        """Let blocks, and graphs that are called more than once, run as graphs of their own."""
         gm = copy(gm)
+        self._call_blocks(gm)
         for repeated in repeated_graphs(gm):
-            # The next block reads what a block gives, whether or not the caller does.
-            pipelines = replace(self.pipelines, outputs=True)
-            region = CompiledGraph(self.backend, repeated.body, pipelines)
+            region = CompiledGraph(self.backend, repeated.body, is_region=True)
             self.regions += [*region.regions, region]
             for call in repeated.calls:
                 with gm.graph.inserting_before(call):
@@ -101,15 +111,38 @@ class CompiledGraph:
         gm.recompile()
         return gm
 
+    def _call_blocks(self, gm: GraphModule) -> None:
+        masks = {f"of_batch_{name}": node for name, node in attention_masks(gm).items()}
+        for call in gm.graph.nodes:
+            if call.target is not call_block:
+                continue
+            handle, args, kwargs = call.args
+            block = Block.of(handle)
+            run = BlockCall.like(block, *map_arg((args, kwargs), fake_value))
+            observes = block.observes(self.backend.bindings.statistics.plan)
+            call.target = CallRegion(run, observes=observes)
+            call.args = (args, kwargs, masks)
+
     def unbind(self) -> None:
         """Let go of statistics and folded weights."""
         self._bound.clear()
+
+    def serves(self, purpose: Purpose) -> bool:
+        """Whether the graph was turned into something for a purpose."""
+        return any(key[0] == purpose for key in self.variants)
+
+    def forget(self, purpose: Purpose) -> None:
+        """Drop what the graph was turned into for a purpose."""
+        self.unbind()
+        self.variants = {key: v for key, v in self.variants.items() if key[0] != purpose}
 
     def bind(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         """The compiled graph for these weights, and the statistics or qparams of their slots."""
         bindings = self.backend.bindings
         statistics = bindings.statistics
-        key = (statistics.is_final, *(id(args[position]) for position, _ in self._weights))
+        purpose = self.backend.pipelines.purpose
+        weights = (id(args[position]) for position, _ in self._weights)
+        key = (purpose, statistics.is_final, *weights)
         bound = self._bound.get(key)
         if bound is None:
             modules = self.modules(args)
@@ -124,7 +157,8 @@ class CompiledGraph:
         self, bindings: Bindings, modules: tuple[str | None, ...], args: Sequence[Any]
     ) -> Variant:
         statistics = bindings.statistics
-        key = (statistics.is_final, *map(statistics.signature, modules))
+        purpose = self.backend.pipelines.purpose
+        key = (purpose, statistics.is_final, *map(statistics.signature, modules))
         if key not in self.variants:
             gm = label_inputs(self.gm, args)
             self._bind_regions(gm, args)
@@ -139,7 +173,8 @@ class CompiledGraph:
             if not isinstance(node.target, CallRegion):
                 continue
             region = node.target.run
-            assert isinstance(region, CompiledGraph)
+            if not isinstance(region, CompiledGraph):
+                continue  # a block, which is prepared when it runs
             operands = [
                 given.get(operand) if operand in given else tensor_of(gm, operand)
                 for operand in node.args
@@ -155,7 +190,7 @@ class CompiledGraph:
     def _compile(
         self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]
     ) -> Variant:
-        pipelines, qparams = self.pipelines, bindings.statistics.qparams
+        pipelines, qparams = self._pipelines, bindings.statistics.qparams
         whole = pipelines.observing() if qparams is None else pipelines.quantizing(qparams)
         # The whole graph is kept for people to read; regions are for the compiler.
         prepared = whole(gm).graph_module

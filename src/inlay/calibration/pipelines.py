@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from inlay.graph import Pass, Pipeline
 from inlay.observers import QParamsDict
@@ -15,7 +16,9 @@ from inlay.passes import (
 )
 from inlay.recipe import Plan
 
-__all__ = ["Pipelines"]
+__all__ = ["Pipelines", "Purpose"]
+
+Purpose: TypeAlias = tuple[bool, bool]  # whether for outputs, and whether to compare layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,11 @@ class Pipelines:
     outputs: bool = True
     count_padding: bool = False
     compare_layers: bool = False
+
+    @property
+    def purpose(self) -> Purpose:
+        """Tell apart the pipelines that a calibration runs on one graph in the same phase."""
+        return self.outputs, self.compare_layers
 
     def observing(self) -> Pipeline:
         """From a traced graph to one that observes, whole."""

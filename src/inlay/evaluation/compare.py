@@ -1,25 +1,23 @@
 """Comparing a model with its quantized self, on data that calibration has not seen."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.calibration.backend import Backend
-from inlay.calibration.traced_once import TracedOnce, first_that_traces, without_cache
+from inlay.calibration.tracing import without_cache
 from inlay.data.batch import on_device_of, varying_sizes
-from inlay.errors import ConfigurationError, GraphError
+from inlay.errors import ConfigurationError
 from inlay.evaluation.layer_errors import layer_errors
 from inlay.evaluation.measures import Choices, Measure, Vectors, next_tokens
 from inlay.nodes.compare_layer import counted_rows
 from inlay.progress import watched
 from inlay.report.data import Change, Finding, LayerError
-from inlay.torch_private import forget_compiled, never_fall_back
 
 __all__ = ["Batch", "Comparison", "compare"]
 
@@ -55,23 +53,17 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
     :param batches: held-out batches: keyword arguments of the model, or tuples of positional ones
     """
     _require_finalized(model, calibration)
-    bindings = calibration.comparing()
     varying = varying_sizes(batches)
     batches = [_without_cache(model, on_device_of(model, b, varying)) for b in batches]
-    show = calibration.show_progress
-    with _evaluating(model):
+    with _evaluating(model), calibration.rerun() as rerun:
         outputs = _Outputs(model)
-        pipelines = calibration.pipelines
-        quantized, compared = (
-            _op_by_op(model, Backend(bindings, each, compiler="eager"))
-            for each in (pipelines, replace(pipelines, compare_layers=True))
-        )
-        for index, batch in enumerate(watched(batches, "comparing", show=show)):
-            bindings.batch.mask = _counted(_named(model, batch))
-            plain = compared(batch) if index < _LAYER_BATCHES else _plain(model, batch)
-            outputs.add(batch, plain, quantized(batch))
-        layers = layer_errors(model, bindings)
-    forget_compiled(_Whole.forward)
+        shown = watched(batches, "comparing", show=calibration.show_progress)
+        for index, batch in enumerate(shown):
+            rerun.bindings.batch.mask = _counted(_named(model, batch))
+            compares = index < _LAYER_BATCHES
+            plain = rerun.comparing_layers(batch) if compares else _plain(model, batch)
+            outputs.add(batch, plain, rerun.quantized(batch))
+        layers = layer_errors(model, rerun.bindings)
     return Comparison(
         batches=len(batches),
         changes=tuple(outputs.changes()),
@@ -109,47 +101,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _plain(model: nn.Module, batch: Batch) -> Any:
     # Parts of the model may be compiled in place with the calibration's backend.
     with torch.compiler.set_stance("force_eager"):
-        return _call(model, batch)
-
-
-class _Whole(nn.Module):
-    """A wrapper that gives a comparison compiled code of its own.
-
-    Dynamo keeps a limited number of compilations for each `forward`. Compiled under the model's
-    own `forward`, the comparison would take the places of the user's compilations.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model(*args, **kwargs)
-
-
-def _op_by_op(model: nn.Module, backend: Backend) -> Callable[[Batch], Any]:
-    """Return the graphs of a backend, run op by op so that only quantization makes a difference."""
-    whole = torch.compile(_Whole(model), backend=backend, fullgraph=True)
-    parts = torch.compile(_Whole(model), backend=backend)
-    once = TracedOnce(model).running(whole, lambda: len(backend.graphs))
-    compiled = first_that_traces([*once, parts])
-
-    def run(batch: Batch) -> Any:
-        # If Dynamo gave up it would run the plain model, and nothing would seem to have changed.
-        with never_fall_back():
-            output = _call(compiled, batch)
-        if not backend.graphs:
-            raise GraphError(
-                "cannot run the quantized model because torch.compile is turned off; unset "
-                "TORCHDYNAMO_DISABLE and leave torch.compiler's stance alone"
-            )
-        return output
-
-    return run
-
-
-def _call(model: Callable[..., Any], batch: Batch) -> Any:
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        return model(**batch) if isinstance(batch, Mapping) else model(*batch)
 
 
 def _without_cache(model: nn.Module, batch: Batch) -> Batch:

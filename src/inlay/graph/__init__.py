@@ -49,7 +49,7 @@ from inlay.graph.pass_base import Pass, PassResult, Pipeline
 from inlay.graph.printing import format_graph
 from inlay.graph.repeats import RepeatedGraph, repeated_graphs
 from inlay.graph.shapes import fake_value, propagate_shapes
-from inlay.graph.writes import Writes
+from inlay.graph.writes import Writes, writes_to_inputs
 
 __all__ = [
     "EnclosedSlot",
@@ -100,4 +100,5 @@ __all__ = [
     "tensor_of",
     "transformed_nodes",
     "weight_use",
+    "writes_to_inputs",
 ]

@@ -11,7 +11,7 @@ from inlay.graph.editing import bodies_of, copy, switches_modes
 from inlay.graph.higher_order import transformed_nodes
 from inlay.graph.inputs import attention_masks, inputs_of, mark_mask
 from inlay.graph.matching import transposed_by, weight_use
-from inlay.graph.writes import Writes
+from inlay.graph.writes import writes_to_inputs
 
 __all__ = ["RepeatedGraph", "repeated_graphs"]
 
@@ -80,9 +80,7 @@ def _require_transforms(gm: GraphModule) -> None:
 
 def _stands_alone(body: GraphModule, calls: Sequence[Node]) -> bool:
     inputs = inputs_of(body.graph)
-    writes = Writes(body.graph)
-    (output,) = body.graph.find_nodes(op="output")
-    if not inputs or any(writes.before(output, value) for value in inputs):
+    if not inputs or writes_to_inputs(body):
         return False
     uses = (weight_use(body, node) for node in body.graph.nodes)
     weights = {use.weight_node for use in uses if use is not None}

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from inlay.graph.editing import leaves, mutates
 from inlay.graph.shapes import fake_value
 from inlay.torch_private import HigherOrderOperator, OpOverload, share_memory, written_arguments
 
-__all__ = ["Writes"]
+__all__ = ["Writes", "writes_to_inputs"]
 
 
 class Writes:
@@ -40,6 +40,14 @@ class Writes:
         return sum(
             index < end and _may_share_memory(written, value) for index, written in self._writes
         )
+
+
+def writes_to_inputs(gm: GraphModule) -> bool:
+    """Whether a graph changes what it is called with."""
+    writes = Writes(gm.graph)
+    (output,) = gm.graph.find_nodes(op="output")
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return any(writes.before(output, value) for value in inputs)
 
 
 def _written_by(node: Node) -> Iterable[Node]:

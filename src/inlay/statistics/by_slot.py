@@ -143,6 +143,11 @@ class StatisticsBySlot:
                 + ". Calibrate again with data"
             )
 
+    def start_again(self) -> None:
+        """Forget what was observed, and start from what an earlier run has stored."""
+        self._own.clear()
+        self._sharing.clear()
+
     def signature(self, module: str | None) -> tuple[Any, ...]:
         """How a module is quantized, and which of its slots have qparams."""
         if module is None or self.qparams is None:

@@ -1,0 +1,281 @@
+"""Run the blocks of a model as graphs of their own, so that Dynamo traces one of them for all.
+
+Dynamo traces the model around its blocks: for it, each is one call. When the graph runs, the call
+runs the block as compiled code of its own, which Dynamo finds fit for the next block by checking
+its guards, in microseconds. Tracing a model then hardly depends on its depth.
+"""
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from inlay.calibration.tracing import ResistsError
+from inlay.errors import GraphError
+from inlay.recipe import Plan
+from inlay.torch_private import FakeTensorMode, allow_real_tensors, fake_mode_of, mark_varying
+
+if TYPE_CHECKING:
+    from inlay.calibration.backend import Backend
+
+__all__ = ["Block", "BlockCall", "Blocks", "call_block"]
+
+_HANDLE = "_inlay_block"  # attribute of a block while its model runs
+
+
+class Blocks:
+    """The blocks of a model, marked for as long as the model runs.
+
+    Between runs nothing of it is left on the model or its classes.
+    """
+
+    def __init__(self, model: nn.Module, backend: "Backend") -> None:
+        torch.compiler.allow_in_graph(call_block)
+        self._backend = backend
+        self._has_run = False
+        self._outputs: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._marked = {cls: _marked_forward(cls.forward) for cls in _block_classes(model)}
+        run = {cls: self._compiled(cls.forward) for cls in self._marked}
+        self._blocks = [
+            Block(module, type(module).forward, run[type(module)], self._outputs)
+            for module in model.modules()
+            if type(module) in run
+        ]
+
+    def running(self, compiled: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """The compiled model as a way to run with its blocks apart, if it has any."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with self._marks():
+                    result = compiled(*args, **kwargs)
+            except Exception as error:
+                if self._has_run:
+                    raise
+                # Blocks run one after another, so some have observed already. If the model itself
+                # is at fault, tracing it as a whole says so.
+                self._backend.start_again()
+                raise ResistsError from error
+            self._has_run = True
+            return result
+
+        return [run] if self._marked else []
+
+    def _compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(
+            block: nn.Module, args: Any, kwargs: Mapping[str, Any], masks: Mapping[str, Any]
+        ) -> Any:
+            result = forward(block, *args, **kwargs)
+            # An input stays in the graph only if the graph returns something of it.
+            return result, {name: mask.detach() for name, mask in masks.items()}
+
+        compiled: Callable[..., Any] = torch.compile(
+            run, backend=self._backend.compile_block, fullgraph=True
+        )
+        return compiled
+
+    @contextmanager
+    def _marks(self) -> Iterator[None]:
+        own = {cls: vars(cls).get("forward") for cls in self._marked}
+        modules = [(block.module, block.handle) for block in self._blocks]
+        try:
+            for cls, marked in self._marked.items():
+                cls.forward = marked
+            for module, handle in modules:
+                vars(module)[_HANDLE] = handle
+            yield
+        finally:
+            for cls, forward in own.items():
+                if forward is None:
+                    del cls.forward
+                else:
+                    cls.forward = forward
+            for module, _ in modules:
+                vars(module).pop(_HANDLE, None)
+
+
+class Block:
+    """One block of a model.
+
+    :param forward: the `forward` of its class
+    :param compiled: runs it as compiled code of its own
+    :param outputs: what blocks return for which arguments, without data, while a model is traced
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        compiled: Callable[..., Any],
+        outputs: "weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, Any]]",
+    ) -> None:
+        self._module = weakref.ref(module)  # compiled code may outlive the model
+        self._forward, self.compiled, self._outputs = forward, compiled, outputs
+        self.handle = next(_HANDLES)
+        _BY_HANDLE[self.handle] = self
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a model that runs has its blocks"
+        return module
+
+    @staticmethod
+    def of(handle: int) -> "Block":
+        return _BY_HANDLE[handle]
+
+    def observes(self, plan: Plan) -> bool:
+        """Whether data is observed in the block."""
+        weights = (getattr(module, "weight", None) for module in self.module.modules())
+        owners = [plan.owner(w) for w in weights if isinstance(w, torch.Tensor)]
+        return plan.observes_in(owners)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block as it is."""
+        return self._forward(self.module, *args, **kwargs)
+
+    def fake_outputs(self, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
+        """What the block returns for arguments without data."""
+        module = self.module
+        # Blocks with equal weights and arguments return equal shapes.
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        key = (type(module), module.training, _described([*tensors]), _described([args, kwargs]))
+        known = self._outputs.setdefault(mode, {})
+        if key not in known:
+            with allow_real_tensors(mode), _left_alone(module):
+                known[key] = self.run(*args, **kwargs)
+        return _alike(known[key])
+
+
+_HANDLES = itertools.count()
+_BY_HANDLE: "weakref.WeakValueDictionary[int, Block]" = weakref.WeakValueDictionary()
+
+
+def call_block(handle: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a block. In a graph of Dynamo this is one node, and `BlockCall` takes its place."""
+    block = Block.of(handle)
+    mode = fake_mode_of(*_tensors([args, kwargs]))
+    return block.run(*args, **kwargs) if mode is None else block.fake_outputs(mode, args, kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCall:
+    """Runs a block as compiled code of its own, in the middle of the graph around it.
+
+    :param varying: places of tensors among the arguments, and their dimensions of no fixed size
+    """
+
+    block: Block
+    varying: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def like(cls, block: Block, args: Any, kwargs: Any) -> "BlockCall":
+        """A call with arguments of the same sizes as these, which have no data."""
+        found = (
+            (place, dim)
+            for place, tensor in enumerate(_tensors([args, kwargs]))
+            for dim, size in enumerate(tensor.shape)
+            if not isinstance(size, int)
+        )
+        return cls(block, tuple(found))
+
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], masks: dict[str, torch.Tensor]
+    ) -> Any:
+        tensors = list(_tensors([args, kwargs])) if self.varying else []
+        for place, dim in self.varying:
+            mark_varying(tensors[place], dim)
+        result, _ = self.block.compiled(self.block.module, args, kwargs, masks)
+        return result
+
+
+def _block_classes(model: nn.Module) -> set[type[nn.Module]]:
+    """The classes of modules that stand in rows, with numbers for names; the outermost ones."""
+    found: set[type[nn.Module]] = set()
+    left = [model]
+    while left:
+        module = left.pop()
+        children = dict(module.named_children())
+        counts = Counter(type(child) for name, child in children.items() if name.isdigit())
+        repeated = {cls for cls, count in counts.items() if count > 1}
+        found |= {cls for cls in repeated if _can_be_marked(cls, children.values())}
+        left += [child for child in children.values() if type(child) not in repeated]
+    return found
+
+
+def _can_be_marked(cls: type[nn.Module], modules: Iterable[nn.Module]) -> bool:
+    """Whether the blocks run the `forward` of their class, which is not one of torch's own."""
+    is_of_torch = cls.__module__.partition(".")[0] == "torch"
+    return not is_of_torch and not any("forward" in vars(module) for module in modules)
+
+
+def _marked_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        handle = getattr(self, _HANDLE, None)
+        if handle is None:  # of another model of the same class
+            return forward(self, *args, **kwargs)
+        return call_block(handle, args, kwargs)
+
+    return marked
+
+
+@contextmanager
+def _left_alone(block: nn.Module) -> Iterator[None]:
+    """Refuse a block that keeps something of what it runs on, and undo it."""
+    before = [
+        (kept, dict(kept))
+        for module in block.modules()
+        for kept in (vars(module), module._buffers, module._parameters)
+    ]
+    yield
+    changed = False
+    for kept, values in before:
+        if kept.keys() != values.keys() or any(kept[name] is not values[name] for name in values):
+            kept.clear()
+            kept.update(values)
+            changed = True
+    if changed:
+        raise GraphError(f"{type(block).__name__} keeps something of what it runs on")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+
+
+def _described(value: Any) -> Any:
+    """Something equal for values that a block cannot tell apart without data."""
+    if isinstance(value, torch.Tensor):
+        return str((tuple(value.shape), value.stride(), value.dtype, value.device))
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *map(_described, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _described(item)) for name, item in value.items())
+    return repr(value)
+
+
+def _alike(value: Any) -> Any:
+    """The same with tensors of its own."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(
+            value.size(), value.stride(), dtype=value.dtype, device=value.device
+        )
+    if type(value) in (list, tuple):
+        return type(value)(_alike(item) for item in value)
+    if value is None:
+        return None
+    raise GraphError(f"a block returns a {type(value).__name__}, which a graph cannot hold")
