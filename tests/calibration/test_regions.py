@@ -173,11 +173,44 @@ class Derived(Block):
     """Has no `forward` of its own."""
 
 
+class Indexed(Block):
+    """Computes something else at each place in the row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (self.index + 1))
+
+
+class Keeping(Block):
+    """Keeps something of what it runs on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x.sum()
+        return super().forward(x)
+
+
+class Growing(Block):
+    """Returns another shape at its last place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.index < 2 else torch.cat([x, x]))
+
+
+class Late(Block):
+    """Breaks the graph at its last place, when others have observed already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index == 2:
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 class Stack(nn.Module):
     def __init__(self, block: type[Block], *, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(block() for _ in range(3))
+        for index, one in enumerate(self.blocks):
+            one.index = index
         if tied:
             self.blocks[2].fc.weight = self.blocks[0].fc.weight
         self.last = nn.Linear(4, 4)
@@ -190,7 +223,9 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("block", [Block, Derived, InPlace, Broken])
+@pytest.mark.parametrize(
+    "block", [Block, Derived, InPlace, Broken, Indexed, Keeping, Growing, Late]
+)
 def test_blocks_of_all_sorts(block: type[Block], tied: bool, one_by_one: Any) -> None:
     model = Stack(block, tied=tied)
     x = [torch.randn(2, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -202,9 +237,89 @@ def test_blocks_of_all_sorts(block: type[Block], tied: bool, one_by_one: Any) ->
         return calibration
 
     together = run()
-    assert len(regions(together)) == (3 if block in (Block, Derived) else 0)
+    assert len(regions(together)) == (3 if block in (Block, Derived, Indexed) else 0)
+    kept = [set(vars(one)) - set(vars(block())) for one in model.blocks]
+    one_by_one()
+    apart = run()
+    assert_equal_qparams(together, apart)
+    assert together.statistics.seen(together.plan.slots["blocks.0.fc.input"]) == 3 * (1 + tied)
+    # Nothing but what the block itself keeps, and that is a value of the last batch.
+    assert kept == [{"index"} | ({"kept"} if block is Keeping else set())] * 3
+    if block is Keeping:
+        assert torch.equal(model.blocks[0].kept, x[-1].sum())
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 3], [3, 5, 4, 7]])
+def test_one_trace_of_a_block_for_all_lengths(lengths: list[int]) -> None:
+    model = Stack(Block)
+    calibration = Calibration(model, RECIPES["static"](), compiler="eager")
+    for length in lengths:
+        x = torch.randn(length, 4)
+        if len(set(lengths)) > 1:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        calibration.observe(x)
+    assert len(calibration.graphs) == 2  # the model around its blocks, and the block
+
+
+class Called(nn.Module):
+    """Calls its blocks with all that a graph can pass on, and takes more than one result."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(
+            self, x: torch.Tensor, pair: Any, *, scale: float = 1.0, mask: Any = None, flag: bool
+        ) -> tuple[torch.Tensor, None, list[torch.Tensor]]:
+            x = self.fc(x * pair[0] + pair[1]["shift"]) * scale
+            return (x if flag or mask is None else x * mask), None, [x.mean()]
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, means = x * 1, []
+        for block in self.blocks:
+            x, _, (mean,) = block(x, (x + 1, {"shift": x - 1}), scale=0.5, flag=len(means) > 0)
+            means.append(mean)
+        return torch.stack(means) + x.sum()
+
+
+def test_blocks_called_with_all_sorts(one_by_one: Any) -> None:
+    model, x = Called(), torch.randn(2, 4)
+
+    def run() -> Calibration:
+        calibration = Calibration(model, RECIPES["static"](), compiler="eager")
+        calibration.observe(x)
+        return calibration
+
+    together = run()
+    assert len(regions(together)) == 3
     one_by_one()
     assert_equal_qparams(together, run())
+
+
+def test_another_model_of_the_class_meanwhile(one_by_one: Any) -> None:
+    """Blocks of the class that are not those of the model run as they are."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = Stack(Block), Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(self.other(x))
+
+    model, x = Two(), torch.randn(2, 4)
+    together = Calibration(model, RECIPES["static"](), compiler="eager")
+    together.observe(x)
+    one_by_one()
+    apart = Calibration(model, RECIPES["static"](), compiler="eager")
+    apart.observe(x)
+    assert_equal_qparams(together, apart)
 
 
 def test_a_region_of_the_users_own() -> None:

@@ -1,7 +1,7 @@
 """The backend that `torch.compile` calls with every graph of a model."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from inlay.calibration.tiers import CompileCosts, Forecast, Tier
 from inlay.errors import GraphError
 from inlay.graph import writes_to_inputs
 from inlay.ranges.kernels import keep_whole
+from inlay.statistics.value import Statistics
 from inlay.torch_private import (
     allow_real_tensors,
     compiler_named,
@@ -103,13 +104,13 @@ class Backend:
         self.graphs += [graph, *graph.regions]
         return graph
 
-    def start_again(self) -> None:
-        """Forget all graphs, and what they have observed."""
+    def start_again(self, before: Mapping[str, Statistics]) -> None:
+        """Forget all graphs, and what was observed since the statistics were these."""
         for graph in self.graphs:
             graph.unbind()
         self.graphs.clear()
         self.tiers.clear()
-        self.bindings.statistics.start_again()
+        self.bindings.statistics.rewind(before)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one region with the compiler of the calibration, or leave that for later."""

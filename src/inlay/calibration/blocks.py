@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from inlay.calibration.tracing import ResistsError
+from inlay.calibration.tracing import left_alone
 from inlay.errors import GraphError
 from inlay.recipe import Plan
 from inlay.torch_private import FakeTensorMode, allow_real_tensors, fake_mode_of, mark_varying
@@ -36,9 +36,8 @@ class Blocks:
     """
 
     def __init__(self, model: nn.Module, backend: "Backend") -> None:
-        torch.compiler.allow_in_graph(call_block)
+        torch.compiler.allow_in_graph(call_block)  # type: ignore[no-untyped-call]
         self._backend = backend
-        self._has_run = False
         self._outputs: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -54,18 +53,8 @@ class Blocks:
         """The compiled model as a way to run with its blocks apart, if it has any."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with self._marks():
-                    result = compiled(*args, **kwargs)
-            except Exception as error:
-                if self._has_run:
-                    raise
-                # Blocks run one after another, so some have observed already. If the model itself
-                # is at fault, tracing it as a whole says so.
-                self._backend.start_again()
-                raise ResistsError from error
-            self._has_run = True
-            return result
+            with self._marks():
+                return compiled(*args, **kwargs)
 
         return [run] if self._marked else []
 
@@ -150,7 +139,7 @@ class Block:
         key = (type(module), module.training, _described([*tensors]), _described([args, kwargs]))
         known = self._outputs.setdefault(mode, {})
         if key not in known:
-            with allow_real_tensors(mode), _left_alone(module):
+            with allow_real_tensors(mode), left_alone(module):
                 known[key] = self.run(*args, **kwargs)
         return _alike(known[key])
 
@@ -171,21 +160,23 @@ class BlockCall:
     """Runs a block as compiled code of its own, in the middle of the graph around it.
 
     :param varying: places of tensors among the arguments, and their dimensions of no fixed size
+    :param fixed: places of tensors among the results, and the sizes of their other dimensions
     """
 
     block: Block
     varying: tuple[tuple[int, int], ...]
+    fixed: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def like(cls, block: Block, args: Any, kwargs: Any) -> "BlockCall":
-        """A call with arguments of the same sizes as these, which have no data."""
-        found = (
-            (place, dim)
-            for place, tensor in enumerate(_tensors([args, kwargs]))
-            for dim, size in enumerate(tensor.shape)
-            if not isinstance(size, int)
+    def like(cls, block: Block, given: Any, results: Any) -> "BlockCall":
+        """A call with arguments and results of the same sizes as these, which have no data."""
+        return cls(
+            block,
+            varying=tuple(
+                (place, dim) for place, dim, size in _sizes(given) if not isinstance(size, int)
+            ),
+            fixed=tuple(found for found in _sizes(results) if isinstance(found[2], int)),
         )
-        return cls(block, tuple(found))
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], masks: dict[str, torch.Tensor]
@@ -194,6 +185,9 @@ class BlockCall:
         for place, dim in self.varying:
             mark_varying(tensors[place], dim)
         result, _ = self.block.compiled(self.block.module, args, kwargs, masks)
+        results = list(_tensors(result))
+        if any(results[place].shape[dim] != size for place, dim, size in self.fixed):
+            raise GraphError("a block returns other sizes than one like it")
         return result
 
 
@@ -227,25 +221,6 @@ def _marked_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
-@contextmanager
-def _left_alone(block: nn.Module) -> Iterator[None]:
-    """Refuse a block that keeps something of what it runs on, and undo it."""
-    before = [
-        (kept, dict(kept))
-        for module in block.modules()
-        for kept in (vars(module), module._buffers, module._parameters)
-    ]
-    yield
-    changed = False
-    for kept, values in before:
-        if kept.keys() != values.keys() or any(kept[name] is not values[name] for name in values):
-            kept.clear()
-            kept.update(values)
-            changed = True
-    if changed:
-        raise GraphError(f"{type(block).__name__} keeps something of what it runs on")
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
@@ -255,6 +230,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
     elif isinstance(value, Mapping):
         yield from _tensors(list(value.values()))
+
+
+def _sizes(value: Any) -> Iterator[tuple[int, int, Any]]:
+    """Yield the sizes of all tensors: the place of the tensor, the dimension, its size."""
+    for place, tensor in enumerate(_tensors(value)):
+        for dim, size in enumerate(tensor.shape):
+            yield place, dim, size
 
 
 def _described(value: Any) -> Any:

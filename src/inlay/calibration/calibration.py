@@ -20,7 +20,7 @@ from inlay.calibration.padding import padding_problem
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.rerun import Rerun
 from inlay.calibration.tiers import Forecast, Tier
-from inlay.calibration.tracing import Enclosed, first_that_traces, without_cache
+from inlay.calibration.tracing import Enclosed, first_that_traces, on_trial, without_cache
 from inlay.calibration.weights import Weights
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
@@ -169,7 +169,10 @@ class Calibration:
         parts = torch.compile(Enclosed(model), backend=self._parts)
 
         apart = Blocks(model, self._observing).running(whole)
-        return first_that_traces([*apart, whole, parts])
+        # Blocks run one after another, so whatever fails may fail late. If the model itself is at
+        # fault, tracing it as a whole says so.
+        tried = [on_trial(way, model, self._observing, Exception) for way in apart]
+        return first_that_traces([*tried, on_trial(whole, model, self._observing), parts])
 
     @property
     def model(self) -> nn.Module:

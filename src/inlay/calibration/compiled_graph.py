@@ -118,7 +118,8 @@ class CompiledGraph:
                 continue
             handle, args, kwargs = call.args
             block = Block.of(handle)
-            run = BlockCall.like(block, *map_arg((args, kwargs), fake_value))
+            given = map_arg([args, kwargs], fake_value)
+            run = BlockCall.like(block, given, fake_value(call))
             observes = block.observes(self.backend.bindings.statistics.plan)
             call.target = CallRegion(run, observes=observes)
             call.args = (args, kwargs, masks)

@@ -1,18 +1,26 @@
 """Ways to have Dynamo trace a model, from the quickest to the one that always works."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from inlay.torch_private import graph_break_errors
 
-__all__ = ["Enclosed", "ResistsError", "first_that_traces", "without_cache"]
+if TYPE_CHECKING:
+    from inlay.calibration.backend import Backend
+
+__all__ = ["Enclosed", "KeepsError", "first_that_traces", "left_alone", "on_trial", "without_cache"]
 
 
-class ResistsError(Exception):
-    """A model cannot be run in a way that others can; nothing was observed yet."""
+class _ResistsError(Exception):
+    """A model cannot be run in this way. Nothing was observed."""
+
+
+class KeepsError(Exception):
+    """A module keeps something of what it runs on."""
 
 
 class Enclosed(nn.Module):
@@ -46,7 +54,7 @@ def first_that_traces(ways: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     :param ways: ways to run the same; the last one takes breaks
     """
     left = list(ways)
-    resisting: tuple[type[Exception], ...] = (ResistsError, *graph_break_errors())
+    resisting: tuple[type[Exception], ...] = (_ResistsError, *graph_break_errors())
 
     def run(*args: Any, **kwargs: Any) -> Any:
         while len(left) > 1:
@@ -57,3 +65,56 @@ def first_that_traces(ways: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         return left[0](*args, **kwargs)
 
     return run
+
+
+def on_trial(
+    run: Callable[..., Any],
+    model: nn.Module,
+    backend: "Backend",
+    resisting: type[Exception] = KeepsError,
+) -> Callable[..., Any]:
+    """Run by a way of which the first batch shows whether it is right for the model.
+
+    Where outputs are dropped, a model that keeps some of them would keep nothing instead.
+
+    :param resisting: the errors that say that another way should be tried
+    """
+    is_proven = False
+
+    def tried(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_proven
+        if is_proven:
+            return run(*args, **kwargs)
+        before = backend.bindings.statistics.snapshot()
+        try:
+            with left_alone(model):
+                result = run(*args, **kwargs)
+        except resisting as error:
+            # Something may have been observed before it came to this.
+            backend.start_again(before)
+            raise _ResistsError from error
+        is_proven = True
+        return result
+
+    return tried
+
+
+@contextmanager
+def left_alone(module: nn.Module) -> Iterator[None]:
+    """Raise if a module, or one in it, keeps something of what it runs on, and undo that."""
+    before = [
+        (kept, dict(kept))
+        for one in module.modules()
+        for kept in (vars(one), one._buffers, one._parameters)
+    ]
+    yield
+    changed = [
+        (kept, values)
+        for kept, values in before
+        if kept.keys() != values.keys() or any(kept[name] is not values[name] for name in values)
+    ]
+    for kept, values in changed:
+        kept.clear()
+        kept.update(values)
+    if changed:
+        raise KeepsError(f"{type(module).__name__} keeps something of what it runs on")

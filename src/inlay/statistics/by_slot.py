@@ -143,10 +143,14 @@ class StatisticsBySlot:
                 + ". Calibrate again with data"
             )
 
-    def start_again(self) -> None:
-        """Forget what was observed, and start from what an earlier run has stored."""
-        self._own.clear()
-        self._sharing.clear()
+    def rewind(self, before: Mapping[str, Statistics]) -> None:
+        """Forget what was observed since a snapshot was taken."""
+        for name, known in list(self._own.items()):
+            if name in before:
+                known.restore(before[name])
+            else:
+                del self._own[name]
+                self._sharing.pop(name, None)
 
     def signature(self, module: str | None) -> tuple[Any, ...]:
         """How a module is quantized, and which of its slots have qparams."""
