@@ -123,6 +123,7 @@ class CompiledGraph:
             observes = block.observes(self.backend.bindings.statistics.plan)
             call.target = CallRegion(run, observes=observes)
             call.args = (args, kwargs, masks)
+            self.backend.forecast.blocks += 1
 
     def unbind(self) -> None:
         """Let go of statistics and folded weights."""
@@ -152,6 +153,7 @@ class CompiledGraph:
             tensors = [given.tensor(bindings, names) for given in variant.inputs]
             bound = self._bound[key] = (variant.run, tensors)
             variant.count_call()
+            self.backend.forecast.found += self._is_region
         return bound
 
     def _variant(

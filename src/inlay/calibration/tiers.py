@@ -50,13 +50,29 @@ _SLOWER = 1.05
 
 @dataclass
 class Forecast:
-    """How many batches a calibration has run, and how many more are to come."""
+    """How many batches a calibration has run, and how many more are to come.
+
+    :param blocks: how often a batch calls a block
+    :param found: of how many of these calls it is known by now which graph they run
+    """
 
     total: int | None = None
     done: int = 0
+    blocks: int = 0
+    found: int = 0
 
     def expect(self, batches: int) -> None:
         self.total = self.done + batches
+
+    def calls_in_a_batch(self, known: int) -> int:
+        """How often a batch calls a piece, of which so many calls are known.
+
+        The first batch has yet to meet the blocks that follow; they are taken to be like those
+        before them.
+        """
+        if self.done or known < 2:
+            return known
+        return max(known, self.blocks * known // max(1, self.found))
 
     @property
     def left(self) -> int | None:
@@ -238,10 +254,11 @@ class Tier:
         If nobody says how many there are, as many as there were so far. So a run takes at most
         about three times as long as by the better choice, whenever it ends.
         """
-        rest = max(0, self.calls_in_a_batch - self.calls)
+        in_a_batch = self.forecast.calls_in_a_batch(self.calls_in_a_batch)
+        rest = max(0, in_a_batch - self.calls)
         if self.forecast.left is None:
             return max(rest, self.calls)
-        return rest + self.forecast.left * self.calls_in_a_batch
+        return rest + self.forecast.left * in_a_batch
 
     def _promote(self, choice: _Choice, saved: float) -> None:
         start = time.perf_counter()
