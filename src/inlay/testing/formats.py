@@ -1,12 +1,29 @@
-"""The formats and strategies that tests run over, by name."""
+"""The formats and strategies that laws run over, by name."""
+
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-INT4 = {"num_bits": 4, "type": "int"}
-INT8 = {"num_bits": 8, "type": "int"}
-FP8 = {"num_bits": 8, "type": "float"}
-NVFP4 = {
+__all__ = [
+    "CASES",
+    "FP8",
+    "INT4",
+    "INT8",
+    "MXFP4",
+    "MXFP8",
+    "NVFP4",
+    "SHAPES",
+    "Fields",
+    "make_args",
+]
+
+Fields = dict[str, Any]  # of QuantizationArgs
+
+INT4: Fields = {"num_bits": 4, "type": "int"}
+INT8: Fields = {"num_bits": 8, "type": "int"}
+FP8: Fields = {"num_bits": 8, "type": "float"}
+NVFP4: Fields = {
     "num_bits": 4,
     "type": "float",
     "strategy": "tensor_group",
@@ -14,7 +31,7 @@ NVFP4 = {
     "scale_dtype": torch.float8_e4m3fn,
     "zp_dtype": torch.float8_e4m3fn,
 }
-MXFP4 = {
+MXFP4: Fields = {
     "num_bits": 4,
     "type": "float",
     "strategy": "group",
@@ -22,20 +39,20 @@ MXFP4 = {
     "scale_dtype": torch.uint8,
     "zp_dtype": torch.uint8,
 }
-MXFP8 = {**MXFP4, "num_bits": 8}
+MXFP8: Fields = {**MXFP4, "num_bits": 8}
 
-_WEIGHT_STRATEGIES = {
+_WEIGHT_STRATEGIES: dict[str, Fields] = {
     "tensor": {"strategy": "tensor"},
     "channel": {"strategy": "channel"},
     "group": {"strategy": "group", "group_size": 16},
     "block": {"strategy": "block", "block_structure": [8, 24]},
 }
-_ACTIVATION_STRATEGIES = {
+_ACTIVATION_STRATEGIES: dict[str, Fields] = {
     "tensor": {"strategy": "tensor"},
     "token": {"strategy": "token", "dynamic": True},
     "group": {"strategy": "group", "group_size": 16},
 }
-_ATTENTION_STRATEGIES = {
+_ATTENTION_STRATEGIES: dict[str, Fields] = {
     "tensor": {"strategy": "tensor"},
     "attn_head": {"strategy": "attn_head"},
 }
@@ -43,7 +60,7 @@ _ATTENTION_STRATEGIES = {
 SHAPES = {"weight": (20, 64), "input": (2, 5, 64), "k": (2, 4, 5, 16)}
 
 
-def _combine(strategies: dict[str, dict]) -> dict[str, dict]:
+def _combine(strategies: dict[str, Fields]) -> dict[str, Fields]:
     return {
         f"{format}-{strategy}-{'symmetric' if symmetric else 'asymmetric'}": {
             **bits,
@@ -56,7 +73,7 @@ def _combine(strategies: dict[str, dict]) -> dict[str, dict]:
     }
 
 
-CASES: dict[str, tuple[str, dict]] = {
+CASES: dict[str, tuple[str, Fields]] = {
     f"{base_name}-{name}": (base_name, fields)
     for base_name, cases in {
         "weight": {
@@ -76,5 +93,6 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
-def make_args(fields: dict, **more) -> QuantizationArgs:
+def make_args(fields: Fields, **more: Any) -> QuantizationArgs:
+    """QuantizationArgs of these fields, and of others in their place."""
     return QuantizationArgs(**{**fields, **more})
