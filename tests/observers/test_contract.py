@@ -14,7 +14,7 @@ from inlay.observers import (
     fuse_weight_observers,
 )
 from inlay.recipe import make_observer
-from inlay.testing.formats import NVFP4
+from inlay.testing.strategies import NVFP4
 
 INT8 = QuantizationArgs(num_bits=8, strategy="tensor")
 ALL = [

@@ -19,8 +19,15 @@ from inlay.ranges.float_histogram import FloatBins, Histogram
 from inlay.ranges.qparams import qparams_of_range
 from inlay.recipe import Recipe, Slot
 from inlay.statistics.rule import Rule
-from inlay.testing.formats import FP8, INT4, INT8
-from inlay.testing.strategies import activations, batches, integer_or_fp8_args, tensors
+from inlay.testing.strategies import (
+    FP8,
+    INT4,
+    INT8,
+    activations,
+    batches,
+    integer_or_fp8_args,
+    tensors,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from profiles import count
 
 from inlay.observers import Observer, flatten_for_calibration, lerp
 from inlay.testing import Check, parametrize_with_checks
-from inlay.testing.formats import NVFP4
 from inlay.testing.strategies import (
+    NVFP4,
     batches,
     integer_or_fp8_args,
     observables,

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inlay.observers import Observer
-from inlay.testing.formats import NVFP4
+from inlay.testing.strategies import NVFP4
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from inlay.observers import (
     flatten_for_calibration,
     fuse_weight_observers,
 )
-from inlay.testing.formats import CASES, MXFP4, NVFP4, SHAPES, make_args
+from inlay.testing.strategies import CASES, MXFP4, NVFP4, SHAPES, make_args
 
 MIN_MAX = ["memoryless_minmax", "static_minmax", "minmax"]
 SEARCHING = ["memoryless_mse", "mse", "imatrix_mse"]

@@ -22,8 +22,7 @@ from inlay.ranges.powers import absolute_power, power_in_place
 from inlay.ranges.qparams import qparams_of_range
 from inlay.ranges.rounding import as_rounded, quantize_dequantize
 from inlay.ranges.search import RangeSearch
-from inlay.testing.formats import CASES, FP8, INT4, INT8, MXFP4, NVFP4, make_args
-from inlay.testing.strategies import observables
+from inlay.testing.strategies import CASES, FP8, INT4, INT8, MXFP4, NVFP4, make_args, observables
 
 pytestmark = pytest.mark.slow
 

@@ -22,88 +22,88 @@ STEPS: dict[str, _Step] = {}
 
 
 def _step(function: _Step) -> _Step:
-    STEPS[function.__name__] = function
+    STEPS[function.__name__.removeprefix("_")] = function
     return function
 
 
 @_step
-def linear(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _linear(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return self.layers[number](x)
 
 
 @_step
-def relu(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _relu(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return x.relu()
 
 
 @_step
-def product(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _product(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     """A product with a transposed weight."""
     return self.products[number % 2](x)
 
 
 @_step
-def tied(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _tied(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     """Two modules with the same weight."""
     return self.tied(x) + self.layers[0](x * number)
 
 
 @_step
-def shared(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _shared(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     """A module that is called twice, with different values."""
     return self.layers[number](x) + self.layers[number](y)
 
 
 @_step
-def gated(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _gated(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 @_step
-def attention(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _attention(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     q, k, v = (layer(x).unsqueeze(1) for layer in self.layers)
     return self.out(F.scaled_dot_product_attention(q, k, v).squeeze(1))
 
 
 @_step
-def embedding(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _embedding(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return x + self.embed(x[..., 0].abs().long() % 8)
 
 
 @_step
-def convolution(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _convolution(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     """Something with a weight that no recipe for Linear means."""
     return self.conv(x.transpose(-1, -2)).transpose(-1, -2).contiguous()
 
 
 @_step
-def residual(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _residual(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return x + self.layers[number](x)
 
 
 @_step
-def view(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _view(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return x.reshape(-1, _WIDTH).reshape(y.shape)
 
 
 @_step
-def add_input(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _add_input(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return x + y * number
 
 
 @_step
-def concat(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _concat(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return torch.cat([x, y], dim=0)[: y.shape[0]]
 
 
 @_step
-def split(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _split(self: Any, x: Any, y: torch.Tensor, number: int) -> Any:
     parts = x.split(_WIDTH // 2, dim=-1)
     return torch.cat([parts[1], parts[0]], dim=-1)
 
 
 @_step
-def written(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _written(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     """A value that is observed, changed in place, and observed again."""
     x = x.clone()
     before = self.layers[number](x)
@@ -112,7 +112,7 @@ def written(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
 
 
 @_step
-def written_through_a_view(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _written_through_a_view(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     x = x.clone()
     before = self.layers[number](x)
     x.view(-1).mul_(number + 2)
@@ -120,7 +120,7 @@ def written_through_a_view(self: Any, x: torch.Tensor, y: torch.Tensor, number: 
 
 
 @_step
-def unused(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _unused(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     self.layers[number](x * 3).relu()
     return x
 
@@ -130,7 +130,7 @@ PLAIN = tuple(STEPS)
 
 
 @_step
-def item_set(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _item_set(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     x = x.clone()
     before = self.layers[number](x)
     x[:, 0] = number
@@ -138,17 +138,17 @@ def item_set(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
 
 
 @_step
-def branch(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _branch(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return torch.cond(x.sum() > number, lambda z: z * 2, lambda z: z - 1, (x,))
 
 
 @_step
-def recomputed(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _recomputed(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return checkpoint(self.layers[number], x, use_reentrant=False)
 
 
 @_step
-def batched(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+def _batched(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     return torch.vmap(lambda row: row * number + 1)(x)
 
 
@@ -166,7 +166,8 @@ class GeneratedModule(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
         self.products = nn.ModuleList(_Product(_WIDTH, _WIDTH) for _ in range(2))
         self.tied = nn.Linear(_WIDTH, _WIDTH)
-        self.tied.weight = self.layers[1].weight
+        first: Any = self.layers[1]
+        self.tied.weight = first.weight
         names = {name for name, _ in steps}
         if "gated" in names:
             self.gate, self.up = nn.Linear(_WIDTH, 8), nn.Linear(_WIDTH, 8)

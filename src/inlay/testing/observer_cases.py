@@ -17,8 +17,7 @@ from inlay.reductions import Reduction, reduction_of
 from inlay.statistics.functional import tensors_of
 from inlay.statistics.rule import Rule
 from inlay.statistics.value import Statistics
-from inlay.testing.formats import CASES, SHAPES
-from inlay.testing.strategies import padded_batches, values
+from inlay.testing.strategies import CASES, SHAPES, padded_batches, values
 from inlay.torch_private import FakeTensorMode
 
 __all__ = ["ObserverCase", "ObserverSubject", "gathered", "short", "tensor_code", "tensors_after"]

@@ -87,11 +87,8 @@ def _instance(step: Pass | type[Pass], case: GraphCase) -> Pass:
     return Pipeline.of([step], **case.configuration).passes[0]
 
 
-Subject = PassSubject
-
-
-@law(Subject.cases, cost=_COST)
-def the_input_is_left_alone(subject: Subject, case: GraphCase) -> None:
+@law(PassSubject.cases, cost=_COST)
+def the_input_is_left_alone(subject: PassSubject, case: GraphCase) -> None:
     """The graph that a pass is given is afterwards what it was: nodes, metadata, weights, code."""
     gm = subject.before(case)
     before = _Snapshot(gm)
@@ -106,8 +103,8 @@ def the_input_is_left_alone(subject: Subject, case: GraphCase) -> None:
     )
 
 
-@law(Subject.cases, cost=_COST)
-def modified_is_honest(subject: Subject, case: GraphCase) -> None:
+@law(PassSubject.cases, cost=_COST)
+def modified_is_honest(subject: PassSubject, case: GraphCase) -> None:
     """`modified` is true if the graph differs from the one that was given, and only then."""
     gm = subject.before(case)
     before = _Snapshot(gm)
@@ -119,8 +116,8 @@ def modified_is_honest(subject: Subject, case: GraphCase) -> None:
         require(not difference, f"it says that it modified nothing, and {difference}")
 
 
-@law(Subject.cases, cost=_COST)
-def a_second_run_changes_nothing(subject: Subject, case: GraphCase) -> None:
+@law(PassSubject.cases, cost=_COST)
+def a_second_run_changes_nothing(subject: PassSubject, case: GraphCase) -> None:
     """Run on its own result, a pass changes nothing and says so."""
     once = subject.run(case, subject.before(case)).graph_module
     before = _Snapshot(once)
@@ -133,8 +130,8 @@ def a_second_run_changes_nothing(subject: Subject, case: GraphCase) -> None:
     require(not again.modified, "a second run says that it modified the graph, and did not")
 
 
-@law(Subject.cases, cost=_COST)
-def the_graph_is_sound(subject: Subject, case: GraphCase) -> None:
+@law(PassSubject.cases, cost=_COST)
+def the_graph_is_sound(subject: PassSubject, case: GraphCase) -> None:
     """The result passes `lint` and its code is that of its graph; new nodes say who made them."""
     gm = subject.before(case)
     there = {node.name for node in gm.graph.nodes}
@@ -157,8 +154,8 @@ def the_graph_is_sound(subject: Subject, case: GraphCase) -> None:
     )
 
 
-@law(Subject.cases, cost=_COST)
-def metadata_stays_true(subject: Subject, case: GraphCase) -> None:
+@law(PassSubject.cases, cost=_COST)
+def metadata_stays_true(subject: PassSubject, case: GraphCase) -> None:
     """Nodes keep their metadata, and the fake value of a node has the shape of its real value."""
     gm = subject.before(case)
     known = {node.name: set(node.meta) for node in gm.graph.nodes}
@@ -186,13 +183,13 @@ def metadata_stays_true(subject: Subject, case: GraphCase) -> None:
 
 
 @law(
-    Subject.cases,
+    PassSubject.cases,
     cost=_COST,
     unless=lambda subject: (
         None if subject.cls.keeps_function else "it says that it changes what the graph computes"
     ),
 )
-def outputs_stay(subject: Subject, case: GraphCase) -> None:
+def outputs_stay(subject: PassSubject, case: GraphCase) -> None:
     """The graph computes what it computed before, as closely as the tolerance says."""
     gm = subject.before(case)
     result = subject.run(case, gm).graph_module
@@ -220,7 +217,7 @@ def outputs_stay(subject: Subject, case: GraphCase) -> None:
         else "it says that it changes what the graph computes"
     ),
 )  # fmt: skip
-def the_same_slots_are_observed_after_it(subject: Subject, case: GraphCase) -> None:
+def the_same_slots_are_observed_after_it(subject: PassSubject, case: GraphCase) -> None:
     """The standard passes find the same slots in the result as in the graph that was given."""
     gm = subject.before(case)
     result = subject.run(case, gm).graph_module
@@ -237,7 +234,7 @@ def the_same_slots_are_observed_after_it(subject: Subject, case: GraphCase) -> N
     )
 
 
-def _shows_nothing(subject: Subject) -> str | None:
+def _shows_nothing(subject: PassSubject) -> str | None:
     """Why its docstring cannot be held against what it does."""
     if subject.documented is None:
         return "its docstring shows no graph before and after"
@@ -249,7 +246,7 @@ def _shows_nothing(subject: Subject) -> str | None:
 
 
 @law(lambda subject: st.just("    the graph in its docstring"), unless=_shows_nothing)
-def the_docstring_is_what_it_does(subject: Subject, case: str) -> None:
+def the_docstring_is_what_it_does(subject: PassSubject, case: str) -> None:
     """The graph that its docstring shows before the pass becomes the one that it shows after."""
     shown = subject.documented
     assert shown is not None
@@ -379,7 +376,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-LAWS: tuple[Law[Subject], ...] = (
+LAWS: tuple[Law[PassSubject], ...] = (
     the_input_is_left_alone,
     modified_is_honest,
     a_second_run_changes_nothing,

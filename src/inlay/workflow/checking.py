@@ -63,7 +63,7 @@ def check_calibration(
     with torch.no_grad():
         graph = torch.compile(model, backend=calibration.backend)
         found = _tensors_in(_call(graph, batches[0]))
-    left_out = []
+    left_out: list[str] = []
     for check in (_forward_agrees, _checkpoint_agrees):
         text, is_done = check(calibration, batches[0], found)
         (done if is_done else left_out).append(text)
