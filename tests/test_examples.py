@@ -142,7 +142,7 @@ def test_readme_shows_the_example(name: str) -> None:
 
 
 @pytest.mark.hypothesis
-@parametrize_with_checks(["margin_minmax", "normal", "percentile"], examples=count(12))
+@parametrize_with_checks(["margin_minmax", "normal", "percentile"], examples=count(8))
 def test_custom_observers_keep_every_law(check: Check) -> None:
     check()
 

@@ -25,7 +25,7 @@ SEARCHING = ["memoryless_mse", "mse", "imatrix_mse", "histogram"]
 
 
 @pytest.mark.hypothesis
-@parametrize_with_checks(MIN_MAX, examples=count(12))
+@parametrize_with_checks(MIN_MAX, examples=count(8))
 def test_built_in_observers_keep_every_law(check: Check) -> None:
     check()
 
@@ -33,7 +33,7 @@ def test_built_in_observers_keep_every_law(check: Check) -> None:
 @pytest.mark.slow
 @pytest.mark.hypothesis
 @pytest.mark.filterwarnings("ignore:imatrix_mse searches without importance")
-@parametrize_with_checks(SEARCHING, examples=count(12))
+@parametrize_with_checks(SEARCHING, examples=count(8))
 def test_searching_observers_keep_every_law(check: Check) -> None:
     check()
 

@@ -126,7 +126,7 @@ def documented() -> list[PassSubject]:
 
 
 @pytest.mark.hypothesis
-@parametrize_with_checks(ON_GENERATED, examples=count(16))
+@parametrize_with_checks(ON_GENERATED, examples=count(12))
 def test_passes_keep_every_law(check: Check) -> None:
     check()
 

@@ -240,7 +240,8 @@ def test_each_mistake_is_caught_by_the_law_that_speaks_of_it(
     with unshrunk():
         found = broken_by(cls, Bounds(40), {law}).get(law, "")
         assert re.search(message, found), found or "nothing is found"
-        assert set(broken_by(cls, Bounds(12))) <= {law, *others}
+        # A single example is the simplest: the graph that is given.
+        assert set(broken_by(cls, Bounds(4))) <= {law, *others}
 
 
 def test_what_is_right_breaks_nothing() -> None:
