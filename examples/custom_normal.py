@@ -6,10 +6,11 @@ Sums merge over batches and ranks where means do not, so it is sums that are kep
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import generate_gparam
 from torch import distributed as dist
 
-from inlay.observers import Observer, QParamsDict
+from inlay.observers import Observer, QParamsDict, require_finite
+from inlay.ranges.qparams import qparams_of_range
 
 
 @Observer.register("normal")
@@ -41,13 +42,14 @@ class NormalObserver(Observer):
         return (mean - k * deviation).float(), (mean + k * deviation).float()
 
     def get_qparams(self) -> QParamsDict:
+        require_finite(self, ("total", "squares"))  # also refuses if nothing was observed
         min_vals, max_vals = self.range()
         global_scale = None
         if self.args.strategy == "tensor_group":
             ranges = [observer.range() for observer in (self, *self._fused_observers)]
             largest = torch.stack([torch.maximum(-low, high).max() for low, high in ranges]).max()
             global_scale = generate_gparam(-largest.reshape(1), largest.reshape(1))
-        scale, zero_point = calculate_qparams(min_vals, max_vals, self.args, global_scale)
+        scale, zero_point = qparams_of_range(min_vals, max_vals, self.args, global_scale)
         return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
 
 

@@ -74,6 +74,7 @@ class CompareLayers(Pass):
         if weight is None:  # the op is a call of the module, which has the weight
             with gm.graph.inserting_before(node):
                 weight = stamp(gm.graph.get_attr(f"{node.target}.weight"), self.name)
+                weight.meta["example_value"] = use.weight
         folded = weight
         if "weight" in slots:
             what = SlotInput(slots["weight"].name, "folded")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +44,8 @@ class FoldQParams(Pass):
 
     Before:                                After:
         x, w, fc_input_seen, ...               x, w, fc_weight_folded, fc_input_scale, ...
-        observe(x, fc_input_seen, ...)         observe(x, fc_input_seen, ...)
         observe_weight(w)                      observe_weight(w)
+        observe(x, fc_input_seen, ...)         observe(x, fc_input_seen, ...)
         y = linear(x, w)                       x_q = quantize_dequantize(x, fc_input_scale, ...)
         return y                               y = linear(x_q, fc_weight_folded)
                                                return y
@@ -56,6 +56,7 @@ class FoldQParams(Pass):
     precision.
     """
 
+    keeps_function: ClassVar[bool] = False
     qparams: Mapping[str, QParamsDict]
 
     def requires(self, gm: GraphModule) -> None:

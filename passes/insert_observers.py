@@ -154,14 +154,12 @@ class _Targets:
 
 
 def _traced(rule: Rule, value: torch.Tensor) -> Observe:
-    try:
-        return Observe(rule, rule.specs(value))
-    except Exception as error:
-        # A user's own observer may fail in any way while it is traced, and still works untraced.
-        reason = f"{type(error).__name__}: {error}".split("\n")[0]
-    # Leave out the slot's name: Python shows the same text for all slots only once.
-    warnings.warn(
-        f"observer {rule.name} cannot be traced and runs outside the compiled graph: {reason}",
-        stacklevel=2,
-    )
-    return Observe(rule, (), reason)
+    target = Observe.traced(rule, value)
+    if target.is_opaque:
+        # Leave out the slot's name: Python shows the same text for all slots only once.
+        warnings.warn(
+            f"observer {rule.name} cannot be traced and runs outside the compiled graph: "
+            f"{target.reason}",
+            stacklevel=2,
+        )
+    return target

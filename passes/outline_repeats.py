@@ -35,12 +35,12 @@ _BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
 class OutlineRepeats(Pass):
     """Make every block of the model a call, and of identical blocks the same call.
 
-    Before:                         After:
-        x, w0, w1                       x, w0, w1
-        a = linear(x, w0)   # layers.0  a = region_0(x, w0)
-        b = relu(a)         # layers.0  b = region_0(a, w1)
-        c = linear(b, w1)   # layers.1  return b
-        d = relu(c)         # layers.1
+    Before:                           After:
+        x, w0, w1                         x, w0, w1
+        a = linear(x, w0)  # layers.0     a = region_0(x, w0)
+        b = relu(a)        # layers.0     b = region_0(a, w1)
+        c = linear(b, w1)  # layers.1     return b
+        d = relu(c)        # layers.1
         return d
 
     A block is a module with a number for a name, such as `layers.3`. The cut is made where the

@@ -1,6 +1,7 @@
 """Drop all ops that statistics do not depend on."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
@@ -26,6 +27,8 @@ class PruneUnobserved(Pass):
     all they need, because the graph does not show who reads the result. Ops that change how others
     run stay too, such as those that open and close `vmap`.
     """
+
+    keeps_function: ClassVar[bool] = False
 
     def requires(self, gm: GraphModule) -> None:
         require_whole(gm)

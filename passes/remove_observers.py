@@ -23,8 +23,8 @@ class RemoveObservers(Pass):
 
     Before:                                  After:
         x, fc_input_seen, fc_input_min_vals      x
-        observe(x, fc_input_seen, ...)           y = linear(x, w)
-        observe_weight(w)                        return y
+        observe_weight(w)                        y = linear(x, w)
+        observe(x, fc_input_seen, ...)           return y
         y = linear(x, w)
         return y
     """

@@ -12,10 +12,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import observables, tensors
+from profiles import count
 
 from inlay.errors import ConfigurationError
-from inlay.observers import Observer, flatten_for_calibration
+from inlay.testing import Check, parametrize_with_checks
+from inlay.testing.strategies import tensors
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -140,14 +141,10 @@ def test_readme_shows_the_example(name: str) -> None:
     assert code in shown
 
 
-@pytest.mark.parametrize("name", ["margin_minmax", "normal", "percentile"])
-@given(case=observables())
-def test_custom_observers_take_every_strategy(name: str, case) -> None:
-    base_name, args, value = case
-    of = Observer.load_from_registry(name, base_name=base_name, args=args)(value)
-    scale = of.get_qparams()["scale"]
-    assert scale.shape == flatten_for_calibration(value, base_name, args).shape[1:-1]
-    assert bool((scale.float() > 0).all())
+@pytest.mark.hypothesis
+@parametrize_with_checks(["margin_minmax", "normal", "percentile"], examples=count(8))
+def test_custom_observers_keep_every_law(check: Check) -> None:
+    check()
 
 
 @given(tensors(), st.floats(0, 1))

@@ -1,6 +1,7 @@
 """The errors Inlay raises. All of them are `InlayError`."""
 
 __all__ = [
+    "CheckError",
     "CheckpointError",
     "ConfigurationError",
     "GraphError",
@@ -31,6 +32,10 @@ class StatisticsError(InlayError, RuntimeError, ValueError):
 
 class GraphError(InlayError, RuntimeError):
     """A graph violates what a pass requires or ensures."""
+
+
+class CheckError(InlayError, AssertionError):
+    """A calibration differs from something simpler that it was held against."""
 
 
 class CheckpointError(InlayError, OSError):

@@ -160,7 +160,7 @@ def test_help_is_at_once() -> None:
 
 def test_every_command_has_an_example() -> None:
     commands = [info.callback.__name__ for info in app.registered_commands if info.callback]
-    assert len(commands) == 7
+    assert len(commands) == 8
     for name in commands:
         assert f"Example: inlay {name} " in " ".join(succeeds(name, "--help").split()) + " "
 
@@ -238,6 +238,20 @@ def test_explain_needs_no_weights(folder: Path, tmp_path: Path) -> None:
         f"        └── gate_proj, up_proj, down_proj: {projection}",
         "32 slots in 16 modules are quantized, 18 of them observed while data runs",
         "Linear in full precision: lm_head",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # loading the checkpoint back warns of what it does
+def test_check_needs_no_weights(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    result = run("check", tmp_path, "--scheme", "W8A8_STATIC", "--layers", 1)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        "LlamaForCausalLM with random weights and at most 1 layers:",
+        "  right: statistics of 7 slots are those of eager observers",
+        "  right: the finalized graph computes what compressed-tensors computes",
+        "  right: the checkpoint loads back and computes what the graph does",
     ]
 
 

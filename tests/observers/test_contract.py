@@ -4,7 +4,6 @@ import pytest
 import torch
 from compressed_tensors import InternalModule
 from compressed_tensors.quantization import QuantizationArgs
-from formats import NVFP4
 
 from inlay.errors import ConfigurationError, ObservationError, StatisticsError
 from inlay.observers import (
@@ -15,6 +14,7 @@ from inlay.observers import (
     fuse_weight_observers,
 )
 from inlay.recipe import make_observer
+from inlay.testing.strategies import NVFP4
 
 INT8 = QuantizationArgs(num_bits=8, strategy="tensor")
 ALL = [

@@ -6,12 +6,10 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from formats import FP8, INT4, INT8
 from hypothesis import given
 from hypothesis import strategies as st
 from llmcompressor.observers import Observer as PeerObserver
 from profiles import examples
-from strategies import activations, batches, integer_or_fp8_args, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inlay.calibration.calibration import Calibration
@@ -21,6 +19,15 @@ from inlay.ranges.float_histogram import FloatBins, Histogram
 from inlay.ranges.qparams import qparams_of_range
 from inlay.recipe import Recipe, Slot
 from inlay.statistics.rule import Rule
+from inlay.testing.strategies import (
+    FP8,
+    INT4,
+    INT8,
+    activations,
+    batches,
+    integer_or_fp8_args,
+    tensors,
+)
 
 pytestmark = pytest.mark.slow
 

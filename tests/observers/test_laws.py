@@ -5,15 +5,37 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.utils import calculate_range
-from formats import NVFP4
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import activations, batches, integer_or_fp8_args, observables, tensors, weights
+from profiles import count
 
 from inlay.observers import Observer, flatten_for_calibration, lerp
+from inlay.testing import Check, parametrize_with_checks
+from inlay.testing.strategies import (
+    NVFP4,
+    batches,
+    integer_or_fp8_args,
+    observables,
+    tensors,
+    weights,
+)
 
-PER_TENSOR = QuantizationArgs(num_bits=8, strategy="tensor")
-ALL = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse", "imatrix_mse"]
+MIN_MAX = ["memoryless_minmax", "static_minmax", "minmax"]
+SEARCHING = ["memoryless_mse", "mse", "imatrix_mse", "histogram"]
+
+
+@pytest.mark.hypothesis
+@parametrize_with_checks(MIN_MAX, examples=count(8))
+def test_built_in_observers_keep_every_law(check: Check) -> None:
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.hypothesis
+@pytest.mark.filterwarnings("ignore:imatrix_mse searches without importance")
+@parametrize_with_checks(SEARCHING, examples=count(8))
+def test_searching_observers_keep_every_law(check: Check) -> None:
+    check()
 
 
 def observer(name: str, base_name: str, args: QuantizationArgs, **kwargs: object) -> Observer:
@@ -37,50 +59,6 @@ def test_flattening_counts_every_element_once(case) -> None:
     padding = flat.numel() - value.numel()
     assert torch.equal(flat, torch.cat([torch.zeros(padding), numbered.flatten()]))
     assert padding == 0 or args.strategy == "block"
-
-
-@given(observables())
-def test_flattening_has_the_shape_of_the_scale_in_the_middle(case) -> None:
-    base_name, args, value = case
-    of = observer("memoryless_minmax", base_name, args)(value)
-    middle = flatten_for_calibration(value, base_name, args).shape[1:-1]
-    assert of.min_vals.shape == middle
-    assert of.get_qparams()["scale"].shape == middle
-
-
-@given(batches(), st.randoms())
-def test_static_minmax_does_not_depend_on_order_or_repetition(tensors_, random) -> None:
-    straight = observer("static_minmax", "input", PER_TENSOR)
-    for tensor in tensors_:
-        straight(tensor)
-    shuffled = observer("static_minmax", "input", PER_TENSOR)
-    again = tensors_ + tensors_[:2]
-    random.shuffle(again)
-    for tensor in again:
-        shuffled(tensor)
-    assert_same_ranges(straight, shuffled)
-
-
-@given(activations(4), st.data())
-def test_static_minmax_does_not_depend_on_splitting(tensor, data) -> None:
-    rows = tensor.flatten(0, 1)
-    cut = data.draw(st.integers(0, len(rows)))
-    whole = observer("static_minmax", "input", PER_TENSOR)(rows)
-    parts = observer("static_minmax", "input", PER_TENSOR)(rows[:cut])(rows[cut:])
-    assert_same_ranges(whole, parts)
-
-
-@pytest.mark.filterwarnings("ignore:imatrix_mse searches without importance")
-@pytest.mark.parametrize("name", ALL)
-@given(case=observables())
-def test_scales_are_positive_and_zero_points_in_range(name: str, case) -> None:
-    base_name, args, value = case
-    qparams = observer(name, base_name, args)(value).get_qparams()
-    scale, zero_point = qparams["scale"].float(), qparams["zero_point"].float()
-    low, high = calculate_range(args, scale.device)
-    assert bool(torch.isfinite(scale).all())
-    assert bool((scale > 0).all())
-    assert bool(((zero_point >= low) & (zero_point <= high)).all())
 
 
 @given(
@@ -171,20 +149,6 @@ def test_fused_observers_share_a_global_scale_in_any_order(members, random) -> N
     if largest > 1e-20:
         alone = observer("memoryless_minmax", "weight", args)(torch.full((1, 16), largest))
         assert torch.equal(scales[0], alone.get_qparams()["global_scale"])
-
-
-@pytest.mark.filterwarnings("ignore:imatrix_mse searches without importance")
-@pytest.mark.parametrize("name", ALL)
-@given(case=observables())
-def test_asking_for_qparams_changes_nothing(name: str, case) -> None:
-    base_name, args, value = case
-    of = observer(name, base_name, args)(value)
-    before = [statistic.clone() for statistic in ranges(of)]
-    first, second = of.get_qparams(), of.get_qparams()
-    for old, new in zip(before, ranges(of), strict=True):
-        assert torch.equal(old, new)
-    assert torch.equal(first["scale"], second["scale"])
-    assert torch.equal(first["zero_point"].float(), second["zero_point"].float())
 
 
 @given(integer_or_fp8_args(strategy="tensor"), batches(), st.floats(0.0, 1.0))

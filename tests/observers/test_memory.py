@@ -5,11 +5,11 @@ import weakref
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from formats import NVFP4
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inlay.observers import Observer
+from inlay.testing.strategies import NVFP4
 
 pytestmark = pytest.mark.slow
 

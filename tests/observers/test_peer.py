@@ -3,7 +3,6 @@
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from formats import CASES, MXFP4, NVFP4, SHAPES, make_args
 from llmcompressor.observers import Observer as PeerObserver
 from llmcompressor.observers import flatten_for_calibration as peer_flatten
 from llmcompressor.observers import fuse_weight_observers as peer_fuse_weight_observers
@@ -15,6 +14,7 @@ from inlay.observers import (
     flatten_for_calibration,
     fuse_weight_observers,
 )
+from inlay.testing.strategies import CASES, MXFP4, NVFP4, SHAPES, make_args
 
 MIN_MAX = ["memoryless_minmax", "static_minmax", "minmax"]
 SEARCHING = ["memoryless_mse", "mse", "imatrix_mse"]

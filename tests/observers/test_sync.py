@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from ranks import Ranks
-from strategies import activations
 
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import sync_observers
+from inlay.testing.strategies import activations
 
 pytestmark = pytest.mark.slow
 

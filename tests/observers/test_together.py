@@ -7,7 +7,6 @@ from compressed_tensors.quantization.lifecycle import fake_quantize
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
-from strategies import integer_or_fp8_args, tensors
 
 from inlay.errors import StatisticsError
 from inlay.observers import HistogramObserver, Observer, QParamsDict
@@ -15,6 +14,7 @@ from inlay.ranges import clipping
 from inlay.ranges.clipping import quantization_error
 from inlay.ranges.float_histogram import Histogram
 from inlay.ranges.qparams import qparams_of_range
+from inlay.testing.strategies import integer_or_fp8_args, tensors
 
 pytestmark = pytest.mark.slow
 

@@ -1,164 +1,154 @@
 """Laws of passes over generated graphs, friendly and unfriendly ones."""
 
-from typing import Any
-
 import pytest
 import torch
-from graphs import STATIC, observed, ops, trace
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from graphs import Functional, linear, observed
 from hypothesis import given
-from hypothesis import strategies as st
-from profiles import examples
+from profiles import count, examples
 from specification import assert_eager_statistics, quantized_copy
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.fx import GraphModule
 
-from inlay import Calibration
-from inlay.passes import PREPARE, InsertObservers, Pipeline, RemoveObservers, ShareObservers
+from inlay import Calibration, Recipe
+from inlay.graph import observes
+from inlay.passes import (
+    Annotate,
+    CompareLayers,
+    FoldQParams,
+    InlineCalls,
+    InsertObservers,
+    LeaveOutPadding,
+    OutlineObservers,
+    OutlineRepeats,
+    Pass,
+    Pipeline,
+    PruneUnobserved,
+    RemoveObservers,
+    ShareObservers,
+)
 from inlay.recipe import Plan
+from inlay.testing import Check, PassSubject, checks_of, parametrize_with_checks
+from inlay.testing.graphs import STATIC, GraphCase, graphs, qparams_of, trace
+from inlay.testing.modules import example_inputs, modules
 
 pytestmark = pytest.mark.slow
 
-WIDTH = 4
-
-
-def linear(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return self.layers[number](x)
-
-
-def product(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return self.products[number % 2](x)
-
-
-def tied(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return self.tied(x) + self.layers[0](x * number)
-
-
-def relu(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return x.relu()
-
-
-def residual(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return x + self.layers[number](x)
-
-
-def view(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return x.reshape(-1, WIDTH).reshape(y.shape)
-
-
-def add_input(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return x + y * number
-
-
-def concat(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.cat([x, y], dim=0)[: y.shape[0]]
-
-
-def split(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    parts = x.split(WIDTH // 2, dim=-1)
-    return torch.cat([parts[1], parts[0]], dim=-1)
-
-
-def written(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    """A value that is observed, changed in place, and observed again."""
-    x = x.clone()
-    before = self.layers[number](x)
-    x.add_(number + 1)
-    return before + self.layers[0](x)
-
-
-def written_through_a_view(
-    self: Any, x: torch.Tensor, y: torch.Tensor, number: int
-) -> torch.Tensor:
-    x = x.clone()
-    before = self.layers[number](x)
-    x.view(-1).mul_(number + 2)
-    return before + self.layers[1](x)
-
-
-def unused(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    self.layers[number](x * 3).relu()
-    return x
-
-
-def item_set(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    x = x.clone()
-    before = self.layers[number](x)
-    x[:, 0] = number
-    return before + self.layers[2](x)
-
-
-def branch(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.cond(x.sum() > number, lambda z: z * 2, lambda z: z - 1, (x,))
-
-
-def recomputed(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return checkpoint(self.layers[number], x, use_reentrant=False)
-
-
-def batched(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.vmap(lambda row: row * number + 1)(x)
-
-
-# What every tracer can trace, and what symbolic_trace cannot.
-PLAIN = [
-    linear, product, tied, relu, residual, view, add_input, concat, split, written,
-    written_through_a_view, unused,
-]  # fmt: skip
-STEPS = [*PLAIN, item_set, branch, recomputed, batched]
-
-
-class Product(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T + self.bias
-
-
-class Generated(nn.Module):
-    """A model put together from a list of steps, each a function and a number."""
-
-    def __init__(self, steps: list[tuple[Any, int]]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.products = nn.ModuleList(Product(WIDTH, WIDTH) for _ in range(2))
-        self.tied = nn.Linear(WIDTH, WIDTH)
-        self.tied.weight = self.layers[1].weight
-        self.requires_grad_(False)
-        self.steps = steps
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for step, number in self.steps:
-            x = step(self, x, y, number)
-        return x
-
-    def __repr__(self) -> str:
-        return " → ".join(f"{step.__name__} {number}" for step, number in self.steps)
-
-
-def generated(steps: list[Any]) -> st.SearchStrategy[Generated]:
-    step = st.tuples(st.sampled_from(steps), st.integers(0, 2))
-    return st.lists(step, min_size=1, max_size=6).map(Generated)
-
-
-models = generated(STEPS)
-traced = st.one_of(
-    st.tuples(generated(STEPS), st.just("export")),
-    st.tuples(generated(PLAIN), st.just("symbolic_trace")),
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+(SCHEME,) = STATIC.config.config_groups.values()
+INPUTS = Recipe(
+    QuantizationConfig(
+        config_groups={
+            "group_0": QuantizationScheme(
+                targets=["Linear"], input_activations=SCHEME.input_activations
+            )
+        }
+    )
 )
+MINMAX = OutlineObservers(observers=frozenset({"static_minmax"}))
 laws = examples(15)
 
 
-def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2, 3, WIDTH, generator=generator) for _ in range(2))
+def one_layer() -> nn.Module:
+    return Functional(lambda self, x: self.fc(x), fc=linear())
+
+
+def two_layers() -> nn.Module:
+    return Functional(lambda self, x: self.o(self.q(x)), q=linear(), o=linear(seed=1))
+
+
+def two_readers() -> nn.Module:
+    return Functional(lambda self, x: (self.q(x), self.k(x)), q=linear(), k=linear(seed=1))
+
+
+def blocks() -> nn.Module:
+    stack = nn.Sequential(*(nn.Sequential(linear(seed=i), nn.ReLU()) for i in range(2)))
+    return Functional(lambda self, x: self.layers(x), layers=stack)
+
+
+def after(model: nn.Module, recipe: Recipe, *steps: type[Pass]) -> GraphModule:
+    """The graph of a model, after these passes."""
+    pipeline = Pipeline.of(steps, plan=Plan(model, recipe))
+    return pipeline(trace("dynamo", model, X)).graph_module
+
+
+KEPT: list[nn.Module] = []  # graphs know the weights of their model by weak references
+
+
+def shown(model: nn.Module, recipe: Recipe, *steps: type[Pass]) -> GraphModule:
+    KEPT.append(model)
+    return after(model, recipe, *steps)
+
+
+ONE = one_layer()
+PLAN = Plan(ONE, STATIC)
+QPARAMS = qparams_of(PLAN, ONE)
+INSERTED = (InlineCalls, Annotate, InsertObservers)
+SHARED = (*INSERTED, ShareObservers)
+
+# Every pass on generated graphs, and those whose fields are known on the graph in their docstring.
+ON_GENERATED = [
+    PassSubject(InlineCalls()),
+    PassSubject(Annotate),
+    PassSubject(InsertObservers(), after=(InlineCalls, Annotate)),
+    PassSubject(ShareObservers(), after=INSERTED),
+    PassSubject(LeaveOutPadding(), after=SHARED),
+    PassSubject(PruneUnobserved(), after=SHARED),
+    PassSubject(OutlineRepeats(), after=SHARED),
+    PassSubject(MINMAX, after=SHARED),
+    PassSubject(FoldQParams, after=SHARED),
+    PassSubject(RemoveObservers(), after=SHARED),
+    PassSubject(CompareLayers, after=(InlineCalls, Annotate)),
+]
+
+
+def documented() -> list[PassSubject]:
+    return [
+        PassSubject(Annotate(plan=PLAN), example=shown(ONE, STATIC)),
+        PassSubject(InsertObservers(), example=shown(ONE, STATIC, Annotate)),
+        PassSubject(
+            ShareObservers(), example=shown(two_readers(), INPUTS, Annotate, InsertObservers)
+        ),
+        PassSubject(
+            LeaveOutPadding(), example=shown(one_layer(), INPUTS, Annotate, InsertObservers)
+        ),
+        PassSubject(
+            PruneUnobserved(), example=shown(one_layer(), INPUTS, Annotate, InsertObservers)
+        ),
+        PassSubject(OutlineRepeats(), example=shown(blocks(), STATIC)),
+        PassSubject(MINMAX, example=shown(two_layers(), INPUTS, Annotate, InsertObservers)),
+        PassSubject(
+            FoldQParams(qparams=QPARAMS), example=shown(ONE, STATIC, Annotate, InsertObservers)
+        ),
+        PassSubject(RemoveObservers(), example=shown(ONE, STATIC, Annotate, InsertObservers)),
+        PassSubject(CompareLayers(qparams=QPARAMS), example=shown(ONE, STATIC, Annotate)),
+    ]
+
+
+@pytest.mark.hypothesis
+@parametrize_with_checks(ON_GENERATED, examples=count(12))
+def test_passes_keep_every_law(check: Check) -> None:
+    check()
+
+
+def test_docstrings_are_what_passes_do() -> None:
+    for subject in documented():
+        (check,) = (
+            check
+            for check in checks_of(subject)
+            if check.law.name == "the_docstring_is_what_it_does"
+        )
+        assert check.reason_not is None, subject
+        check()
 
 
 @laws
-@given(models)
+@given(modules())
 def test_observers_never_change_outputs_and_count_what_eager_ones_count(model: nn.Module) -> None:
     torch._dynamo.reset()
     calibration = Calibration(model, STATIC, compiler="aot_eager")
     compiled = torch.compile(model, backend=calibration.backend)
-    batches = [inputs(seed) for seed in range(2)]
+    batches = [example_inputs(seed) for seed in range(2)]
     with torch.no_grad():
         for one in batches:
             assert torch.equal(compiled(*one), model(*one))
@@ -166,45 +156,28 @@ def test_observers_never_change_outputs_and_count_what_eager_ones_count(model: n
 
 
 @laws
-@given(traced)
-def test_running_a_pass_twice_changes_nothing(case: tuple[nn.Module, str]) -> None:
-    model, how = case
-    gm: Any = trace(how, model, *inputs())
-    for step in Pipeline.of(PREPARE, plan=Plan(model, STATIC)).passes:
-        gm = step(gm).graph_module
-        again = step(gm)
-        assert not again.modified
-        assert ops(again.graph_module) == ops(gm)
+@given(graphs())
+def test_insert_and_remove_give_back_the_graph(case: GraphCase) -> None:
+    removed = RemoveObservers()(observed(case.graph_module, case.plan)).graph_module
+    assert removed.code == case.graph_module.code
 
 
 @laws
-@given(traced)
-def test_insert_and_remove_give_back_the_graph(case: tuple[nn.Module, str]) -> None:
-    model, how = case
-    gm = trace(how, model, *inputs())
-    removed = RemoveObservers()(observed(gm, Plan(model, STATIC))).graph_module
-    assert removed.code == gm.code
-
-
-@laws
-@given(models)
+@given(modules())
 def test_a_finalized_model_is_the_quantized_one(model: nn.Module) -> None:
     torch._dynamo.reset()
     calibration = Calibration(model, STATIC, compiler="eager")
     with torch.no_grad():
-        calibration.observe(*inputs())
+        calibration.observe(*example_inputs())
         qparams = calibration.finalize(accept=["unobserved"])
-        found = torch.compile(model, backend=calibration.backend)(*inputs())
-        assert torch.equal(found, quantized_copy(model, qparams, STATIC)(*inputs()))
+        found = torch.compile(model, backend=calibration.backend)(*example_inputs())
+        assert torch.equal(found, quantized_copy(model, qparams, STATIC)(*example_inputs()))
 
 
 @laws
-@given(models)
+@given(modules())
 def test_sharing_loses_no_slot(model: nn.Module) -> None:
-    gm = trace("export", model, *inputs())
-    from inlay.graph import observes
-    from inlay.passes import Annotate
-
+    gm = trace("export", model, *example_inputs())
     inserted = Pipeline((Annotate(plan=Plan(model, STATIC)), InsertObservers()))(gm).graph_module
     shared = ShareObservers()(inserted).graph_module
 

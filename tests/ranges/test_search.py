@@ -8,11 +8,9 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
-from formats import CASES, FP8, INT4, INT8, MXFP4, NVFP4, make_args
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
-from strategies import observables
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -24,6 +22,7 @@ from inlay.ranges.powers import absolute_power, power_in_place
 from inlay.ranges.qparams import qparams_of_range
 from inlay.ranges.rounding import as_rounded, quantize_dequantize
 from inlay.ranges.search import RangeSearch
+from inlay.testing.strategies import CASES, FP8, INT4, INT8, MXFP4, NVFP4, make_args, observables
 
 pytestmark = pytest.mark.slow
 

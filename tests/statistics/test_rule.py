@@ -3,9 +3,7 @@
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from hypothesis import given
-from profiles import examples
-from strategies import batches, observables
+from profiles import count
 from torch import distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,10 +14,13 @@ from inlay.observers import Observer
 from inlay.recipe import Slot
 from inlay.statistics.rule import Rule
 from inlay.statistics.value import Statistics
+from inlay.testing import Bounds, Check, ObserverSubject
+from inlay.testing.graph_laws import (
+    a_graph_gathers_what_the_observer_gathers,
+    first_and_later_values_are_traced_alike,
+)
 
 TENSOR = {"num_bits": 8, "strategy": "tensor"}
-BUILT_IN = ["memoryless_minmax", "static_minmax", "minmax", "memoryless_mse", "mse"]
-few = examples(12)  # every example is traced twice
 
 
 @Observer.register("test_running_sum")
@@ -87,32 +88,12 @@ def observe(of: Rule, value: torch.Tensor) -> tuple[Observe, Statistics]:
     return Observe(of, specs), Statistics.start(of, specs, value.device)
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN, "test_running_sum", "test_buffered"])
-@few
-@given(values=batches())
-def test_functional_view_gathers_what_the_class_gathers(name: str, values) -> None:
-    target, state = observe(rule(name), values[0])
-    eager = rule(name).observer
-    for value in values:
-        target(value, *state.inputs().values())
-        eager(value)
-    found = state.observer()
-    assert int(state.seen) == len(values)
-    for spec in target.specs:
-        assert torch.equal(getattr(found, spec.name), getattr(eager, spec.name)), spec.name
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-@few
-@given(case=observables())
-def test_every_strategy(name: str, case) -> None:
-    base_name, args, value = case
-    of = Rule(Slot("m", base_name, args.model_copy(update={"observer": name})))
-    target, state = observe(of, value)
-    target(value, *state.inputs().values())
-    eager = of.observer(value)
-    assert torch.equal(state.observer().min_vals, eager.min_vals)
-    assert torch.equal(state.observer().max_vals, eager.max_vals)
+@pytest.mark.parametrize("name", ["test_running_sum", "test_buffered"])
+def test_functional_view_gathers_what_the_class_gathers(name: str) -> None:
+    """The built-in observers are held to this with all their other laws."""
+    subject = ObserverSubject.of(name)
+    for law in (a_graph_gathers_what_the_observer_gathers, first_and_later_values_are_traced_alike):
+        Check(law, subject, bounds=Bounds(count(12)))()
 
 
 def test_the_rule_keeps_no_statistics() -> None:

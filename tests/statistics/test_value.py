@@ -8,11 +8,11 @@ from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
-from strategies import tensors
 
 from inlay.errors import StatisticsError
 from inlay.recipe import Slot
 from inlay.statistics.value import Statistics, measure, merge
+from inlay.testing.strategies import tensors
 
 MERGED_EXACTLY = ["static_minmax", "histogram"]  # minima, maxima and sums of whole numbers
 AVERAGED = ["minmax", "mse"]

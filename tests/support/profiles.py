@@ -1,14 +1,17 @@
 """How many examples Hypothesis tries, and which: always the same ones, or random ones to fuzz."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, register_random, settings
+from hypothesis import HealthCheck, Phase, register_random, settings
 
-__all__ = ["FUZZING", "examples", "load_profile"]
+__all__ = ["FUZZING", "count", "examples", "load_profile", "unshrunk"]
 
 FUZZING = os.environ.get("INLAY_EXAMPLES") == "fuzz"
+_USUAL = "fuzz" if FUZZING else "same"
 _TIMES = 50  # as many examples when fuzzing
 
 
@@ -34,9 +37,27 @@ def load_profile() -> None:
     }
     settings.register_profile("same", max_examples=60, derandomize=True, database=None, **always)
     settings.register_profile("fuzz", max_examples=60 * _TIMES, **always)
-    settings.load_profile("fuzz" if FUZZING else "same")
+    settings.register_profile(
+        "unshrunk", derandomize=True, database=None, phases=[Phase.generate], **always
+    )
+    settings.load_profile(_USUAL)
 
 
-def examples(count: int) -> settings:
-    """Settings of a law whose examples are slow: `count` of them, and more when fuzzing."""
-    return settings(max_examples=count * _TIMES if FUZZING else count)
+@contextmanager
+def unshrunk() -> Iterator[None]:
+    """For tests of what fails, and not of how: failing examples are left as they were found."""
+    settings.load_profile("unshrunk")
+    try:
+        yield
+    finally:
+        settings.load_profile(_USUAL)
+
+
+def examples(number: int) -> settings:
+    """Settings of a law whose examples are slow: `number` of them, and more when fuzzing."""
+    return settings(max_examples=count(number))
+
+
+def count(number: int) -> int:
+    """How many examples to try where `number` of them are usual."""
+    return number * _TIMES if FUZZING else number

@@ -19,6 +19,7 @@ __all__ = [
     "find_tokenizer",
     "load_model",
     "load_tokenizer",
+    "random_model",
     "require_full_precision",
 ]
 
@@ -117,6 +118,34 @@ def empty_model(
     config = source.config()
     cls, options = _class_of(config, source)
     with torch.device("meta"):
+        model = cls.from_config(config, **options) if options else cls(config)
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def random_model(
+    path_or_name: str | os.PathLike[str],
+    *,
+    layers: int | None = None,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    download: bool = False,
+) -> nn.Module:
+    """Build a model with random weights, the same every time, from its config alone.
+
+    :param layers: how many of its layers to build at most; None for all of them
+    """
+    source = Source.of(path_or_name, trust_remote_code, gguf_file, download)
+    config = source.config()
+    depth = getattr(config, "num_hidden_layers", None)
+    if layers is not None and isinstance(depth, int) and depth > layers:
+        config.num_hidden_layers = layers
+        kinds = getattr(config, "layer_types", None)
+        if isinstance(kinds, list):  # one for each layer
+            config.layer_types = kinds[:layers]
+    cls, options = _class_of(config, source)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         model = cls.from_config(config, **options) if options else cls(config)
     assert isinstance(model, nn.Module)
     return model.eval()

@@ -3,6 +3,6 @@
 from inlay.cli.app import app, main
 
 # Importing these modules registers their commands with the program, in this order.
-from inlay.cli import commands, listings  # isort: skip
+from inlay.cli import commands, checking, listings  # isort: skip
 
-__all__ = ["app", "commands", "listings", "main"]
+__all__ = ["app", "checking", "commands", "listings", "main"]

@@ -40,7 +40,7 @@ from inlay.cli.terminal import calm_transformers, console, reported, tell
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
 
-__all__ = ["calibrate", "explain", "merge", "requantize"]
+__all__ = ["calibrate", "explain", "merge", "requantize", "source_of", "wanted_of"]
 
 
 @app.command()
@@ -107,8 +107,8 @@ def calibrate(
     """
     _require_apart(out, model)
     require_room(out, overwrite=overwrite)
-    source = _source(model, gguf_file, download, trust_remote_code)
-    wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    source = source_of(model, gguf_file, download, trust_remote_code)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache)
     from inlay.data.tokenize import read_rows
 
     # Refuse data that cannot be read before loading the library and the model.
@@ -164,8 +164,8 @@ def explain(
 
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
-    source = _source(model, gguf_file, download, trust_remote_code)
-    wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    source = source_of(model, gguf_file, download, trust_remote_code)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache)
     wanted.require_recipe()
     from inlay.checkpoint.loading import empty_model
     from inlay.cli.tree import tree_of
@@ -228,8 +228,8 @@ def requantize(
     """
     _require_apart(out, model, statistics)
     require_room(out, overwrite=overwrite)
-    source = _source(model, gguf_file, download, trust_remote_code)
-    wanted = _wanted(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    source = source_of(model, gguf_file, download, trust_remote_code)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache)
     wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.statistics.on_disk import StoredStatistics
@@ -282,7 +282,7 @@ def merge(
     typer.echo(out)
 
 
-def _wanted(
+def wanted_of(
     scheme: str | None,
     recipe: Path | None,
     observers: list[str] | None,
@@ -310,7 +310,7 @@ def _wanted(
     return wanted
 
 
-def _source(
+def source_of(
     model: str, gguf_file: str | None, download: bool, trust_remote_code: bool
 ) -> dict[str, Any]:
     """Collect the options about loading, for the functions that load; refuse a missing folder."""

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -27,6 +27,9 @@ class Pass(ABC):
     result. `requires` and `ensures` raise `GraphError` if the graph is not what the pass needs or
     what it promises.
     """
+
+    # Whether the graph computes the same as before; a pass that is meant to change it says False.
+    keeps_function: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -28,6 +28,15 @@ class Observe:
     reason: str | None = None
     __name__ = "observe"
 
+    @classmethod
+    def traced(cls, rule: Rule, value: torch.Tensor) -> "Observe":
+        """Find the shapes of the statistics with a value without data, or why that cannot be."""
+        try:
+            return cls(rule, rule.specs(value))
+        except Exception as error:
+            # A user's own observer may fail in any way while it is traced, and works untraced.
+            return cls(rule, (), f"{type(error).__name__}: {error}".split("\n")[0])
+
     @torch.no_grad()
     def __call__(
         self,

@@ -1,6 +1,12 @@
 """Observers turn observed values into statistics, and statistics into scales."""
 
-from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, default_observer
+from inlay.observers.base import (
+    MinMaxTuple,
+    Observer,
+    QParamsDict,
+    default_observer,
+    require_finite,
+)
 from inlay.observers.helpers import (
     FUSED_LAYER_NAMES,
     flatten_for_calibration,
@@ -39,5 +45,6 @@ __all__ = [
     "fusion_problem",
     "has_global_scale",
     "lerp",
+    "require_finite",
     "sync_observers",
 ]

@@ -1,0 +1,93 @@
+"""The command that checks whether Inlay gets an architecture right."""
+
+from typing import Annotated, Any
+
+import typer
+
+from inlay.cli.app import app
+from inlay.cli.arguments import (
+    Download,
+    GgufFile,
+    Ignore,
+    KvCacheOption,
+    Model,
+    ObserverFile,
+    ObserverOption,
+    RecipeFile,
+    RemoteCode,
+    Scheme,
+)
+from inlay.cli.commands import source_of, wanted_of
+from inlay.cli.terminal import calm_transformers, console, reported
+from inlay.errors import ConfigurationError
+
+__all__ = ["check"]
+
+_ROWS, _TOKENS = 2, (16, 24)  # of the batches: two lengths, as lengths vary in use
+
+
+@app.command()
+@reported
+def check(
+    model: Model,
+    scheme: Scheme = None,
+    recipe: RecipeFile = None,
+    observer: ObserverOption = None,
+    observer_file: ObserverFile = None,
+    ignore: Ignore = None,
+    kv_cache: KvCacheOption = None,
+    layers: Annotated[
+        int, typer.Option(min=1, help="How many layers of the model to build at most.")
+    ] = 2,
+    compiler: Annotated[str, typer.Option(help="Backend of torch.compile to check.")] = "eager",
+    gguf_file: GgufFile = None,
+    download: Download = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Check that Inlay gets a model right, on random weights. Reads only its config.
+
+    Example: [b]inlay check ./SmolLM2 --scheme W8A8_STATIC[/b]
+    """
+    source = source_of(model, gguf_file, download, trust_remote_code)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    wanted.require_recipe()
+    from inlay.checkpoint.loading import random_model
+    from inlay.workflow.checking import check_calibration
+
+    calm_transformers(quiet=True)
+    built = random_model(model, layers=layers, **source)
+    found = check_calibration(
+        built,
+        wanted.recipe_for(built),
+        [_batch(built, tokens) for tokens in _TOKENS],
+        compiler=compiler,
+        tolerance=0.0 if compiler in ("eager", "aot_eager") else 1e-2,
+    )
+    screen = console()
+    screen.print(f"{type(built).__name__} with random weights and at most {layers} layers:")
+    for text in found.done:
+        screen.print(f"  right: {text}", soft_wrap=True)
+    for text in found.left_out:
+        screen.print(f"  not checked: {text}", soft_wrap=True)
+
+
+def _batch(model: Any, tokens: int) -> dict[str, Any]:
+    """A batch of random inputs, the same every time."""
+    import torch
+
+    generator = torch.Generator().manual_seed(tokens)
+    config = model.config
+    if model.main_input_name == "input_ids":
+        text = config.get_text_config()
+        ids = torch.randint(0, text.vocab_size, (_ROWS, tokens), generator=generator)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return {**batch, "decoder_input_ids": ids} if config.is_encoder_decoder else batch
+    if model.main_input_name == "pixel_values" and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = (_ROWS, getattr(config, "num_channels", 3), height, width)
+        return {"pixel_values": torch.randn(shape, generator=generator).to(model.dtype)}
+    raise ConfigurationError(
+        f"cannot make up {model.main_input_name} for {type(model).__name__}; call "
+        "inlay.testing.check_calibration(model, recipe, batches) with batches of your own"
+    )

@@ -1,0 +1,230 @@
+"""Hypothesis strategies for small models, friendly and unfriendly ones, and recipes for them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from inlay.errors import ConfigurationError
+from inlay.recipe import Plan, Recipe
+
+__all__ = ["PLAIN", "STEPS", "GeneratedModule", "example_inputs", "modules", "recipes"]
+
+_WIDTH = 4
+
+# A step of a generated model: from the model, the value so far, a second input and a number.
+_Step = Callable[[Any, torch.Tensor, torch.Tensor, int], Any]
+STEPS: dict[str, _Step] = {}
+
+
+def _step(function: _Step) -> _Step:
+    STEPS[function.__name__.removeprefix("_")] = function
+    return function
+
+
+@_step
+def _linear(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return self.layers[number](x)
+
+
+@_step
+def _relu(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return x.relu()
+
+
+@_step
+def _product(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    """A product with a transposed weight."""
+    return self.products[number % 2](x)
+
+
+@_step
+def _tied(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    """Two modules with the same weight."""
+    return self.tied(x) + self.layers[0](x * number)
+
+
+@_step
+def _shared(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    """A module that is called twice, with different values."""
+    return self.layers[number](x) + self.layers[number](y)
+
+
+@_step
+def _gated(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@_step
+def _attention(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    q, k, v = (layer(x).unsqueeze(1) for layer in self.layers)
+    return self.out(F.scaled_dot_product_attention(q, k, v).squeeze(1))
+
+
+@_step
+def _embedding(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return x + self.embed(x[..., 0].abs().long() % 8)
+
+
+@_step
+def _convolution(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    """Something with a weight that no recipe for Linear means."""
+    return self.conv(x.transpose(-1, -2)).transpose(-1, -2).contiguous()
+
+
+@_step
+def _residual(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return x + self.layers[number](x)
+
+
+@_step
+def _view(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return x.reshape(-1, _WIDTH).reshape(y.shape)
+
+
+@_step
+def _add_input(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return x + y * number
+
+
+@_step
+def _concat(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return torch.cat([x, y], dim=0)[: y.shape[0]]
+
+
+@_step
+def _split(self: Any, x: Any, y: torch.Tensor, number: int) -> Any:
+    parts = x.split(_WIDTH // 2, dim=-1)
+    return torch.cat([parts[1], parts[0]], dim=-1)
+
+
+@_step
+def _written(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    """A value that is observed, changed in place, and observed again."""
+    x = x.clone()
+    before = self.layers[number](x)
+    x.add_(number + 1)
+    return before + self.layers[0](x)
+
+
+@_step
+def _written_through_a_view(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    x = x.clone()
+    before = self.layers[number](x)
+    x.view(-1).mul_(number + 2)
+    return before + self.layers[1](x)
+
+
+@_step
+def _unused(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    self.layers[number](x * 3).relu()
+    return x
+
+
+# What every tracer can trace; what follows, symbolic_trace cannot.
+PLAIN = tuple(STEPS)
+
+
+@_step
+def _item_set(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    x = x.clone()
+    before = self.layers[number](x)
+    x[:, 0] = number
+    return before + self.layers[2](x)
+
+
+@_step
+def _branch(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return torch.cond(x.sum() > number, lambda z: z * 2, lambda z: z - 1, (x,))
+
+
+@_step
+def _recomputed(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return checkpoint(self.layers[number], x, use_reentrant=False)
+
+
+@_step
+def _batched(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    return torch.vmap(lambda row: row * number + 1)(x)
+
+
+class _Product(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
+
+
+class GeneratedModule(nn.Module):
+    """A model put together from steps, each by its name in `STEPS` and a number from 0 to 2."""
+
+    def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
+        self.products = nn.ModuleList(_Product(_WIDTH, _WIDTH) for _ in range(2))
+        self.tied = nn.Linear(_WIDTH, _WIDTH)
+        first: Any = self.layers[1]
+        self.tied.weight = first.weight
+        names = {name for name, _ in steps}
+        if "gated" in names:
+            self.gate, self.up = nn.Linear(_WIDTH, 8), nn.Linear(_WIDTH, 8)
+            self.down = nn.Linear(8, _WIDTH)
+        if "attention" in names:
+            self.out = nn.Linear(_WIDTH, _WIDTH)
+        if "embedding" in names:
+            self.embed = nn.Embedding(8, _WIDTH)
+        if "convolution" in names:
+            self.conv = nn.Conv1d(_WIDTH, _WIDTH, 1)
+        self.requires_grad_(False)
+        self.steps = tuple(steps)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        for name, number in self.steps:
+            x = STEPS[name](self, x, y, number)
+        return x
+
+    def __repr__(self) -> str:
+        return f"GeneratedModule({list(self.steps)!r})"
+
+
+def modules(steps: Sequence[str] = tuple(STEPS)) -> st.SearchStrategy[GeneratedModule]:
+    """Small models of one to six steps; call them with `example_inputs()`."""
+    step = st.tuples(st.sampled_from(steps), st.integers(0, 2))
+    return st.lists(step, min_size=1, max_size=6).map(GeneratedModule)
+
+
+def example_inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs for generated models."""
+    generator = torch.Generator().manual_seed(seed)
+    one, other = (torch.randn(2, 3, _WIDTH, generator=generator) for _ in range(2))
+    return one, other
+
+
+_RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("W8A8_STATIC", {"inputs": {"observer": "static_minmax"}}),
+    ("W8A8_STATIC", {"inputs": {"observer": "minmax"}}),
+    ("W8A8_STATIC", {"inputs": {"observer": "histogram"}}),
+    ("W8A8", {}),
+    ("FP8", {}),
+    ("FP8_DYNAMIC", {}),
+    ("W4A16", {"weights": {"observer": "imatrix_mse", "group_size": 4}}),
+)
+
+
+@st.composite
+def recipes(draw: st.DrawFn, module: nn.Module) -> Recipe:
+    """A recipe that fits the module, and ignores one of its Linear modules or none."""
+    linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    fitting = []
+    for preset, changes in _RECIPES:
+        try:
+            Plan(module, Recipe.from_preset(preset, **changes))
+        except ConfigurationError:
+            continue
+        fitting.append((preset, changes))
+    preset, changes = draw(st.sampled_from(fitting))
+    ignored = draw(st.sampled_from([None, *linears[:-1]]))
+    return Recipe.from_preset(preset, **changes, ignore=[] if ignored is None else [ignored])
