@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +31,19 @@ _FORWARD = 1.1
 _OBSERVERS = {
     "mse": 5.0,
     "memoryless_mse": 5.0,
-    "histogram": 3.0,
+    "histogram": 1.5,
     "static_minmax": 1.0,
     "memoryless_minmax": 1.0,
     "minmax": 1.0,
     "imatrix_mse": 1.0,  # sums squares of inputs here
 }
 _OTHER_OBSERVERS = 1.5
-# Calls of a piece until it is known what it takes: the first one warms up, the second is timed op
-# by op, the third as it runs.
-_PROBED = 3
+# Calls of a piece until it is known what it takes: the first one warms up, the next two are timed
+# op by op, the two after them as they run. Of two times the shorter counts: the rest is noise.
+_TIMED_BY_OP = (2, 3)
+_PROBED = 5
+# Calls of compiled code until it is given up for being slower.
+_TRIED = 3
 # How much more than it costs compiling must seem to save: both are estimates.
 _MARGIN = 1.25
 # Graphs whose costs are kept.
@@ -173,19 +177,18 @@ class Tier:
         self._run: Callable[..., Any] = gm.forward
         self._next_decision: int | None = _PROBED
         self._parts: Mapping[str, float] = {}  # seconds of a call by observer; "" for the rest
-        self._op_by_op = 0.0  # seconds of a call
+        self._op_by_op = math.inf  # seconds of a call
         self._compiled: list[float] = []
 
     def __call__(self, *args: Any) -> Any:
         self.calls += 1
-        if self.calls == 2:
+        if self.calls in _TIMED_BY_OP:
             return self._probe(args)
-        if self.calls != self._next_decision:
-            return self._run(*args)
-        if self.is_compiled:
+        if self.is_compiled and self.calls == self._next_decision:
             return self._check(args)
-        result = self._timed(args) if self.calls == _PROBED else self._run(*args)
-        self._decide()
+        result = self._timed(args) if 1 < self.calls <= _PROBED else self._run(*args)
+        if self.calls == self._next_decision:
+            self._decide()
         return result
 
     def __str__(self) -> str:
@@ -199,13 +202,16 @@ class Tier:
     def _probe(self, args: Sequence[Any]) -> Any:
         timed = _Timed(self.gm, args)
         result = timed.run(*args)
-        self._parts = timed.seconds
+        self._parts = {
+            name: min(seconds, self._parts.get(name, seconds))
+            for name, seconds in timed.seconds.items()
+        }
         return result
 
     def _timed(self, args: Sequence[Any]) -> Any:
         start = _now(args)
         result = self._run(*args)
-        self._op_by_op = _now(args) - start
+        self._op_by_op = min(self._op_by_op, _now(args) - start)
         return result
 
     def _decide(self) -> None:
@@ -286,7 +292,7 @@ class Tier:
         self._compiled.append(_now(args) - start)
         if min(self._compiled) <= self._op_by_op * _SLOWER:
             self._next_decision = None
-        elif len(self._compiled) < _PROBED:
+        elif len(self._compiled) < _TRIED:
             self._next_decision = self.calls + 1
         else:
             self._run, self.is_compiled, self._next_decision = self.gm.forward, False, None

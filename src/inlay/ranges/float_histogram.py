@@ -47,9 +47,15 @@ class FloatBins:
     def index(self, values: torch.Tensor) -> torch.Tensor:
         """Find the bin of each value: zero first, then by magnitude, then negatives likewise."""
         bits = values.to(torch.float32).view(torch.int32)
-        magnitude = ((bits & 0x7FFFFFFF) >> self._shift) - self._offset
-        negative = (bits >> 31) & self.per_sign  # the shift copies the sign to all bits
-        return magnitude.clamp(0, self.per_sign - 1) + negative
+        # In place: op by op, new memory for each step takes several times as long as the steps.
+        bin_ = bits & 0x7FFFFFFF
+        bin_ >>= self._shift
+        bin_ -= self._offset
+        bin_.clamp_(0, self.per_sign - 1)
+        negative = bits >> 31  # the shift copies the sign to all bits
+        negative &= self.per_sign
+        bin_ += negative
+        return bin_
 
     def count(self, observed: torch.Tensor) -> torch.Tensor:
         """Count the values of each group in each bin.
