@@ -19,6 +19,7 @@ from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.tiers import Forecast, Tier
 from inlay.calibration.traced_once import TracedOnce, first_that_traces, without_cache
 from inlay.calibration.weights import Weights
+from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
 from inlay.observers import QParamsDict
@@ -61,7 +62,9 @@ class Calibration:
         self.data_seen = DataSeen()
         self.count_padding = count_padding
         self.show_progress = progress
-        self._bindings = Bindings(self.statistics, Weights(model, self.plan))
+        self.equalization = Equalization(model, self.plan)
+        weights = Weights(model, self.plan, self.equalization.parameters)
+        self._bindings = Bindings(self.statistics, weights, self.equalization)
         pipelines = Pipelines(plan=self.plan, prepare=passes, count_padding=count_padding)
         self._forecast = Forecast()
         self._observing, self._parts = (
@@ -84,6 +87,7 @@ class Calibration:
         """
         calibration = cls(model, with_gathering_observers(recipe, stored.slots), **options)
         calibration.statistics.restore(stored.slots)
+        calibration.equalization.restore(stored, model)
         calibration.data_seen = stored.data_seen
         return calibration
 
@@ -93,11 +97,12 @@ class Calibration:
         Over ranks, they are those of this rank, and once it is finalized those of all.
         """
         return StoredStatistics(
-            recipe=self.recipe.config.model_dump(mode="json"),
+            recipe=self.recipe.fields,
             slots=self.statistics.snapshot(),
             model=model,
             data=data,
             data_seen=self.data_seen,
+            groups=self.equalization.stored(),
         )
 
     @property
@@ -194,10 +199,14 @@ class Calibration:
                 self._bindings.weights.plain,
                 accept=accept,
                 progress=self.show_progress,
+                before=self._equalize,
             )
             self.data_seen = self.data_seen.of_all_ranks()
         assert self.statistics.qparams is not None
         return self.statistics.qparams
+
+    def _equalize(self) -> None:
+        self.equalization.apply(self.statistics, self._bindings.weights.of_module)
 
     def require_padding_left_out(self) -> None:
         """Refuse to go on if graphs could not tell the padding of a batch from data.
@@ -220,17 +229,23 @@ class Calibration:
             raise ConfigurationError("finalize the calibration before asking for the result")
         gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
         assert isinstance(gm, GraphModule)
-        quantizing = self._backend.pipelines.quantizing(self.statistics.qparams)
+        equalized = self.equalization.parameters
+        quantizing = self._backend.pipelines.quantizing(self.statistics.qparams, equalized)
         final = quantizing(gm).graph_module
         constants = {
-            what: self._bindings.quantized_value(self.plan.slots[what.slot], what.key)
+            what: (
+                equalized.named(what.slot)
+                if what.key == "equalized"
+                else self._bindings.quantized_value(self.plan.slots[what.slot], what.key)
+            )
             for what in slot_inputs(final.graph).values()
         }
         return bind(final, constants)
 
     def comparing(self) -> Bindings:
         """Statistics and weights for comparing, with folded weights that go when this goes."""
-        return Bindings(self.statistics, self._bindings.weights.with_own_cache())
+        weights = self._bindings.weights.with_own_cache()
+        return Bindings(self.statistics, weights, self.equalization)
 
     @property
     def pipelines(self) -> Pipelines:

@@ -59,7 +59,7 @@ def report_of(
     return ReportData(
         title=f"{record.model}, {scheme}",
         model=record.model,
-        recipe=recipe_text(calibration.recipe.config),
+        recipe=recipe_text(calibration.recipe.config, calibration.recipe.equalize),
         scheme=scheme,
         data=record.data or "unknown data",
         samples=record.samples,

@@ -1,6 +1,7 @@
 """Observers turn observed values into statistics, and statistics into scales."""
 
 from inlay.observers.base import MinMaxTuple, Observer, QParamsDict, default_observer
+from inlay.observers.channels import ChannelRangeObserver
 from inlay.observers.helpers import (
     FUSED_LAYER_NAMES,
     flatten_for_calibration,
@@ -22,6 +23,7 @@ from inlay.observers.sync import sync_observers
 
 __all__ = [
     "FUSED_LAYER_NAMES",
+    "ChannelRangeObserver",
     "HistogramObserver",
     "IMatrixMSEObserver",
     "MeasuringObserver",
