@@ -281,4 +281,4 @@ class Calibration:
 
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
-        return explain(self.statistics, self.graphs, self.tiers)
+        return explain(self.statistics, self.graphs, self.tiers, self.equalization.described())

@@ -13,7 +13,6 @@ from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.equalization.scales import Reader, scales_of
 from inlay.errors import StatisticsError
-from inlay.observers import StaticMinMaxObserver
 from inlay.recipe import Plan, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.on_disk import StoredStatistics
@@ -34,6 +33,12 @@ class EqualizedGroup:
     strength: float
     before: float
     after: float
+
+    def __str__(self) -> str:
+        return (
+            f"equalized with strength {self.strength:g}; the largest channel was "
+            f"{self.before:.1f} times the median one, and is {self.after:.1f} times"
+        )
 
 
 class Equalization:
@@ -70,6 +75,21 @@ class Equalization:
     def stored(self) -> tuple[dict[str, Any], ...]:
         """The groups, to be kept on disk."""
         return tuple(group.to_plain() for group in self.collected.groups)
+
+    def described(self) -> list[str]:
+        """Say what is equalized and what is not, and why, a line for each value."""
+        if self.plan.recipe.equalize is None:
+            return []
+        known = {each.group: each for each in self.done}
+        lines = []
+        for group in self.collected.groups:
+            scaled = ", ".join(producer.parameter for producer in group.producers)
+            line = f"{', '.join(group.readers)}: channels can be equalized, in {scaled}"
+            if group in known:
+                line = f"{', '.join(group.readers)}: {known[group]}, in {scaled}"
+            lines.append(line)
+        lines += [f"{reader}: not equalized: {reason}" for reader, reason in self.refused.items()]
+        return lines
 
     @property
     def refused(self) -> dict[str, str]:
@@ -157,12 +177,6 @@ def _ranges(group: Group, statistics: StatisticsBySlot) -> tuple[torch.Tensor, t
 
 def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> Statistics:
     """The statistics of a slot, had it seen the scaled value."""
-    if not issubclass(slot.observer_class, StaticMinMaxObserver):
-        raise StatisticsError(
-            f"{slot.name}: {slot.observer} would have to see the equalized values, which are known "
-            "only once all data was seen; observe inputs with static_minmax, whose ranges follow "
-            "from those of the channels"
-        )
     known = statistics.of(slot)
     found = measure(slot, extremes)
     return found if known is None else replace(found, seen=known.seen, tokens=known.tokens)

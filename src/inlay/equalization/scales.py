@@ -12,10 +12,13 @@ __all__ = ["Reader", "Scales", "scales_of"]
 
 # Channels that are smaller than this part of the largest one count as if they were so large.
 _SMALLEST = 1e-5
-# Strengths that "auto" chooses from.
-_CANDIDATES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
+# Strengths that "auto" chooses from. A stronger one makes all channels reach the range that was
+# seen, so that new data is clipped where it goes a little further.
+_CANDIDATES = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
 # How much larger the largest value of a channel is taken to be than its root mean square.
-_CREST = 8.0
+_CREST = 3.0
+# Rows of a weight that the error is estimated from.
+_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +88,11 @@ def _error(
     power = float((torch.maximum(low.abs(), high.abs()) / _CREST).square().sum())
     total = 0.0
     for reader in readers:
-        weight = reader.weight.detach().to(scales) * scales
-        total += (span / reader.input_steps) ** 2 * float(weight.square().sum())
+        rows = reader.weight.detach()[:: max(1, len(reader.weight) // _ROWS)]
+        weight = rows.to(scales) * scales
+        error = (span / reader.input_steps) ** 2 * float(weight.square().sum())
         if reader.weight_steps is not None:
             steps = 2 * weight.abs().amax(1) / reader.weight_steps
-            total += float(steps.square().sum()) * power
+            error += float(steps.square().sum()) * power
+        total += error * len(reader.weight) / len(rows)
     return total

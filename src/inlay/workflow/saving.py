@@ -61,6 +61,7 @@ def save(
                 tokenizer=tokenizer,
                 max_shard_size=max_shard_size,
                 accept=accept,
+                equalized=calibration.equalization.parameters,
                 progress=calibration.show_progress,
             )
             stored = calibration.stored(model=record.model, data=record.data)
