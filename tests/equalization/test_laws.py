@@ -26,7 +26,7 @@ forms = st.builds(
     attention=st.sampled_from(["expand", "gqa", "matmul"]),
     bias=st.booleans(),
 )
-parts = st.sampled_from([None, "before", "v", "o", "up", "down"])
+parts = st.sampled_from([None, "before", "between", "o", "down"])
 strengths = st.one_of(st.floats(0, 1), st.just("auto"))
 
 
@@ -56,7 +56,7 @@ def with_outliers(model: nn.Module) -> nn.Module:
 @given(form=forms, shared=parts, strength=strengths)
 @example(form=Form(norm="gemma", heads=1, attention="gqa"), shared="down", strength=0.8)
 @example(form=Form(mlp="relu"), shared="up", strength="auto")
-@examples(12)
+@examples(8)
 @torch.no_grad()
 def test_the_equalized_model_computes_what_the_model_computes(
     form: Form, shared: str | None, strength: Any
@@ -102,7 +102,7 @@ def test_families(family: str) -> None:
 
 
 @given(form=forms, strength=st.floats(0.1, 0.9))
-@examples(4)
+@examples(3)
 @torch.no_grad()
 def test_ranges_are_those_of_the_equalized_model(form: Form, strength: float) -> None:
     """Ranges and ratios follow from channels; running the equalized model finds the same."""
@@ -128,27 +128,6 @@ def test_ranges_are_those_of_the_equalized_model(form: Form, strength: float) ->
         assert channels is not None
         sizes = torch.maximum(channels.tensors["min_vals"].abs(), channels.tensors["max_vals"])
         assert each.after == pytest.approx(float(sizes.amax() / sizes.median()), rel=1e-9)
-
-
-@given(form=forms, strength=st.floats(0, 1))
-@examples(4)
-@torch.no_grad()
-def test_equalizing_again_with_the_same_strength_changes_nothing(
-    form: Form, strength: float
-) -> None:
-    model = with_outliers(Blocks(form))
-    x = torch.randn(2, 3, SIZE, dtype=torch.float64)
-    first = calibrated(model, strength)
-    first.observe(x)
-    first.finalize()
-    scaled = with_outliers(Blocks(form))
-    once = parameters(first)
-    scaled.load_state_dict(once)
-    second = calibrated(scaled, strength)
-    second.observe(x)
-    second.finalize()
-    for name, value in parameters(second).items():
-        torch.testing.assert_close(value, once[name], rtol=1e-9, atol=1e-12)
 
 
 @torch.no_grad()
