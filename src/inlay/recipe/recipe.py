@@ -183,7 +183,7 @@ def _with_exact_ranges(config: QuantizationConfig) -> QuantizationConfig:
             continue
         if args.observer is None:
             scheme.input_activations = args.model_copy(update={"observer": _EXACT})
-        elif not isinstance(make_observer("input", args), StaticMinMaxObserver):
+        elif type(make_observer("input", args)) is not StaticMinMaxObserver:
             raise ConfigurationError(
                 f"equalize does not go with {args.observer} for inputs: it would have to see the "
                 "equalized values, which are known only once all data was seen. Leave the observer "
