@@ -28,9 +28,9 @@ class UseEqualized(Pass):
     """Replace the parameters that equalization scales by inputs for their scaled copies.
 
     Before:                       After:
-        x, w, v                       x, w, v, norm_weight_equalized
+        x, w, v                       x, w, v, norm_weight_equalized, fc_weight_equalized
         h = rms_norm(x, w)            h = rms_norm(x, norm_weight_equalized)
-        y = linear(h, v)              y = linear(h, v)
+        y = linear(h, v)              y = linear(h, fc_weight_equalized)
         return y                      return y
 
     Weights that FoldQParams replaced are scaled already and stay. A region that is called with a
