@@ -188,6 +188,10 @@ def explain(
         f"{len(plan.slots)} slots in {len(modules)} modules are quantized, {observed} of them "
         "observed while data runs"
     )
+    if plan.recipe.equalize is not None:
+        screen.print(
+            "Which inputs can be equalized shows in the graph, when data runs: the report says it"
+        )
     left = [name for name, kind in plan.kinds.items() if kind == "linear" and name not in modules]
     if left:
         more = f" and {len(left) - 8} more" if len(left) > 8 else ""

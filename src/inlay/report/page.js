@@ -144,7 +144,7 @@ function fillChanges(changes) {
 
 function equalizedItem({ readers, parameters, strength, before, after }) {
   const [was, is] = [before, after].map((ratio) =>
-    formatNumber(Number(numeric(ratio).toPrecision(3))),
+    formatNumber(Number(Number(numeric(ratio)).toPrecision(3))),
   );
   const how = `with ${parameters.join(", ")}, strength ${formatNumber(numeric(strength))}`;
   return element("li", "", [
@@ -165,7 +165,8 @@ function unequalizedItems(values) {
 
 function fillEqualized({ equalized, unequalized }) {
   byId("equalized-section").hidden = !equalized.length && !unequalized.length;
-  const items = [...equalized].sort((a, b) => b.before - a.before).map(equalizedItem);
+  const byRatio = (a, b) => numeric(b.before) - numeric(a.before);
+  const items = [...equalized].sort(byRatio).map(equalizedItem);
   const parts = [element("ul", "changes", items.slice(0, FINDINGS))];
   const rest = items.slice(FINDINGS);
   if (rest.length) {
