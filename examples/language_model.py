@@ -35,6 +35,7 @@ RUNS = {
     "W8A8": preset("W8A8"),
     "W8A8, mse weights": preset("W8A8", weights={"observer": "memoryless_mse"}),
     "W8A8_STATIC, static_minmax": preset("W8A8_STATIC", inputs={"observer": "static_minmax"}),
+    "W8A8_STATIC, static_minmax, equalized": preset("W8A8_STATIC", equalize="auto"),
     "W8A8_STATIC, minmax": preset("W8A8_STATIC", inputs={"observer": "minmax"}),
     "W8A8_STATIC, histogram": preset("W8A8_STATIC", inputs={"observer": "histogram"}),
     "W8A8_STATIC, histogram, down_proj per token": inlay.Recipe.from_yaml(OUTLIERS),

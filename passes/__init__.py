@@ -3,6 +3,7 @@
 from inlay.graph import Pass, PassResult, Pipeline
 from inlay.passes.annotate import Annotate
 from inlay.passes.compare_layers import CompareLayers
+from inlay.passes.find_equalizable import FindEqualizable
 from inlay.passes.fold_qparams import FoldQParams
 from inlay.passes.inline_calls import InlineCalls
 from inlay.passes.insert_observers import InsertObservers
@@ -11,6 +12,7 @@ from inlay.passes.outline_repeats import OutlineObservers, OutlineRepeats
 from inlay.passes.prune_unobserved import PruneUnobserved
 from inlay.passes.remove_observers import RemoveObservers
 from inlay.passes.share_observers import ShareObservers
+from inlay.passes.use_equalized import UseEqualized
 
 __all__ = [
     "COMPARE",
@@ -18,6 +20,7 @@ __all__ = [
     "PREPARE",
     "Annotate",
     "CompareLayers",
+    "FindEqualizable",
     "FoldQParams",
     "InlineCalls",
     "InsertObservers",
@@ -30,12 +33,14 @@ __all__ = [
     "PruneUnobserved",
     "RemoveObservers",
     "ShareObservers",
+    "UseEqualized",
 ]
 
 # Turns a traced graph into one that observes.
 PREPARE: tuple[type[Pass], ...] = (
     InlineCalls,  # first: the other passes see only ops of the graph itself
     Annotate,  # matches ops by their weights, which later passes move and replace
+    FindEqualizable,  # needs the annotations, and the whole graph; only if the recipe equalizes
     InsertObservers,  # needs the annotations
     ShareObservers,  # before pruning, which keeps all that each observer needs
     LeaveOutPadding,  # after sharing, which leaves fewer observers; omitted if padding counts
@@ -46,6 +51,7 @@ PREPARE: tuple[type[Pass], ...] = (
 # Turns a graph that observes, not yet pruned or outlined, into one that quantizes.
 FINALIZE: tuple[type[Pass], ...] = (
     FoldQParams,  # reads from the observers which slots share a scale
+    UseEqualized,  # after folding, which replaces the weights that are quantized
     RemoveObservers,
 )
 
@@ -54,4 +60,5 @@ COMPARE: tuple[type[Pass], ...] = (
     InlineCalls,  # first, as above
     Annotate,
     CompareLayers,  # needs the annotations
+    UseEqualized,  # after comparing was put in, which compares the weights that are read
 )

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from inlay.graph import (
@@ -16,6 +14,7 @@ from inlay.graph import (
     Writes,
     add_input,
     add_qparams,
+    as_function,
     attention_states,
     copy,
     fake_value,
@@ -77,7 +76,7 @@ class FoldQParams(Pass):
             if not to_fold:
                 continue
             changes = partial(writes.before, node)
-            node = _as_function(gm, node, self.name)
+            node = as_function(gm, node, self.name)
             for slot in to_fold:
                 if slot.is_weight:
                     self._fold_weight(gm, node, slot)
@@ -153,29 +152,3 @@ def _value(gm: GraphModule, node: Node, base_name: str) -> Node:
     value = use.output if base_name == "output" else use.value
     assert value is not None
     return value
-
-
-def _as_function(gm: GraphModule, node: Node, pass_name: str) -> Node:
-    """Rewrite a call of a module as a call of its function, so that its weight can be replaced."""
-    if node.op != "call_module":
-        return node
-    module = gm.get_submodule(str(node.target))
-    graph = gm.graph
-    with graph.inserting_before(node):
-        weight = stamp(graph.get_attr(f"{node.target}.weight"), pass_name)
-        weight.meta["example_value"] = module.weight
-        value = node.args[0] if node.args else node.kwargs["input"]
-        if isinstance(module, torch.nn.Linear):
-            bias = None
-            if module.bias is not None:
-                bias = stamp(graph.get_attr(f"{node.target}.bias"), pass_name)
-            function = graph.call_function(F.linear, (value, weight, bias))
-        else:
-            assert isinstance(module, torch.nn.Embedding)
-            function = graph.call_function(
-                F.embedding, (value, weight, module.padding_idx, module.max_norm)
-            )
-    function.meta = dict(node.meta)
-    node.replace_all_uses_with(function)
-    graph.erase_node(node)
-    return stamp(function, pass_name)

@@ -93,7 +93,7 @@ def package_files() -> dict[Path, str]:
     """Files of the package, each with the folder or module of it that they belong to."""
     source = ROOT / "src" / "inlay"
     inside = {path: path.relative_to(source).parts[0] for path in source.rglob("[a-z]*.py")}
-    passes = dict.fromkeys((ROOT / "passes").glob("*.py"), "passes")
+    passes = dict.fromkeys((ROOT / "passes").glob("[a-z]*.py"), "passes")
     return {path: name.removesuffix(".py") for path, name in (inside | passes).items()}
 
 
@@ -118,13 +118,13 @@ def test_imports_go_one_way() -> None:
 
 
 def test_folders_can_be_taken_in_at_a_glance() -> None:
-    """Three to eleven modules in a folder, and none so long that it holds two ideas."""
+    """Three to twelve modules in a folder, and none so long that it holds two ideas."""
     folders: dict[Path, list[Path]] = {}
     for path in package_files():
         folders.setdefault(path.parent, []).append(path)
         assert len(path.read_text().splitlines()) <= 400, path
     for folder, files in folders.items():
-        assert 3 <= len(files) <= 11, folder
+        assert 3 <= len(files) <= 12, folder
 
 
 def test_private_torch_is_in_one_module() -> None:

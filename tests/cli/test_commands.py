@@ -289,6 +289,17 @@ def test_a_recipe_says_itself_what_it_ignores(tmp_path: Path) -> None:
     assert Wanted(file=path).recipe_for(llama()).config.ignore == ["model.layers.0.mlp.up_proj"]
 
 
+def test_equalize_is_a_number_or_auto(tmp_path: Path) -> None:
+    model = llama()
+    assert Wanted(scheme="W8A8_STATIC", equalize=0.8).recipe_for(model).equalize == 0.8
+    file = tmp_path / "recipe.yaml"
+    file.write_text("preset: W8A8_STATIC\nequalize: auto\n")
+    assert Wanted(file=file).recipe_for(model).equalize == "auto"
+    assert Wanted(file=file, equalize=0.5).recipe_for(model).equalize == 0.5
+    shown = fails("explain", "nowhere", "--scheme", "W8A8_STATIC", "--equalize", "much", code=2)
+    assert "give a number, or auto" in shown
+
+
 def test_observers_are_chosen_by_part() -> None:
     wanted = Wanted(
         scheme="W8A8_STATIC",

@@ -316,6 +316,10 @@ def test_outliers_in_an_input() -> None:
         found = [r for r in report_of(calibration).findings if r.about == "layers.0.input"]
         assert [finding.severity for finding in found] == [severity]
         assert "99.9 % of its values lie within" in found[0].text
+        # Clipped outliers do not set the scale, and are not worth moving.
+        assert ("--equalize auto" in found[0].text) == (severity == "warning")
+        told = slot_findings(report_of(calibration).slots, equalized=True)
+        assert not any("--equalize" in finding.text for finding in told)
 
 
 def test_dead_slots() -> None:

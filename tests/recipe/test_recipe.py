@@ -172,7 +172,7 @@ def test_groups_may_name_presets() -> None:
     [
         ("preset: [FP8\n", "not YAML"),
         ("- FP8\n- W8A8\n", "expected a mapping"),
-        ("present: FP8\nignore: []\n", "unknown entries: present; use only ignore"),
+        ("present: FP8\nignore: []\n", "unknown entries: present; use only equalize"),
         ("ignore: []\ntargets: []\n", "names no preset"),
         ("s:\n  GPTQModifier:\n    scheme: W4A16\n", "GPTQModifier; only QuantizationModifier"),
         (

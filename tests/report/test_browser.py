@@ -15,11 +15,13 @@ from report_sample import empty_report, sample_report
 from inlay.report import (
     Change,
     Distribution,
+    EqualizedValue,
     Finding,
     LayerError,
     ReportData,
     SlotRecord,
     Stage,
+    UnequalizedValue,
     write,
 )
 
@@ -127,6 +129,33 @@ def test_the_summary_comes_first(show: Open, sample: ReportData) -> None:
     assert page.locator("#changes li").last.inner_text().endswith("21.31 \u2192 21.58")
     page.locator("summary", has_text="Recipe").click()
     assert page.locator("#recipe").inner_text() == sample.recipe
+
+
+def test_equalized_channels_are_listed_and_the_rest_explained(
+    show: Open, sample: ReportData
+) -> None:
+    assert not show(sample).locator("#equalized-section").is_visible()
+    values = tuple(
+        EqualizedValue(
+            readers=(f"layers.{index}.down",),
+            parameters=(f"layers.{index}.up.weight",),
+            strength=0.8,
+            before=ratio,
+            after=2.0,
+        )
+        for index, ratio in enumerate((10.0, math.inf, 123.4))
+    )
+    left = tuple(UnequalizedValue(module=f"fc{n}", reason="add reads it too") for n in range(2))
+    page = show(replace(sample, equalized=values, unequalized=left))
+    items = page.locator("#equalized .changes li").all_inner_texts()
+    assert [text.split()[0] for text in items] == [
+        "layers.1.down",
+        "layers.2.down",
+        "layers.0.down",
+    ]
+    assert "123 \u2192 2" in items[1]
+    page.locator("#equalized details summary").click()
+    assert "fc0, fc1: add reads it too" in page.locator("#equalized details").inner_text()
 
 
 def test_the_worst_layer_is_named(show: Open, sample: ReportData) -> None:

@@ -1,26 +1,35 @@
 """Tensors that graphs take besides the model's own inputs: statistics, qparams, weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from inlay.calibration.weights import Weights
-from inlay.graph import fake_value, observes, slot_inputs
+from inlay.equalization.equalization import Equalization
+from inlay.graph import fake_value, inputs_of, observes, slot_inputs, tensor_of
 from inlay.nodes.compare_layer import POWERS, BatchMask
 from inlay.nodes.observe import Observe
-from inlay.recipe import Plan, Slot
+from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 
 __all__ = ["Bindings", "GivenInput", "given_inputs"]
 
 
 class Bindings:
-    """The tensors of one calibration that its graphs take as inputs."""
+    """The tensors of one calibration that its graphs take as inputs.
 
-    def __init__(self, statistics: StatisticsBySlot, weights: Weights) -> None:
+    :param equalization: takes in what graphs say about it
+    """
+
+    def __init__(
+        self, statistics: StatisticsBySlot, weights: Weights, equalization: Equalization
+    ) -> None:
         self.statistics = statistics
         self.weights = weights
+        self.equalization = equalization
         self.layer_errors: dict[str, torch.Tensor] = {}  # sums of compare nodes, by module
         self.batch = BatchMask()
 
@@ -48,18 +57,25 @@ class GivenInput:
 
     :param slots: as they were traced
     :param observe: what observes them; None for a qparam or a folded weight
+    :param position: of the parameter among the inputs whose equalized copy this is
     """
 
     key: str
     slots: tuple[Slot, ...]
     observe: Observe | None
     device: torch.device | None
+    position: int | None = None
 
-    def tensor(self, bindings: Bindings, names: dict[str, str]) -> torch.Tensor | BatchMask:
+    def tensor(
+        self, bindings: Bindings, names: dict[str, str], args: Sequence[Any]
+    ) -> torch.Tensor | BatchMask:
         """The tensor to pass, or the mask of whatever batch runs.
 
         :param names: from modules as they were traced to those that the graph is called for
+        :param args: what the graph is called with
         """
+        if self.position is not None:
+            return bindings.weights.equalized.of(args[self.position])
         slots = [_renamed(slot, names) for slot in self.slots]
         if self.key == "batch":
             return bindings.batch
@@ -73,8 +89,13 @@ class GivenInput:
         return entry.inputs()[self.key]
 
 
-def given_inputs(gm: GraphModule, plan: Plan) -> list[GivenInput]:
+def given_inputs(gm: GraphModule, bindings: Bindings) -> list[GivenInput]:
     """The inputs that passes added to a graph, in order."""
+    plan, equalized = bindings.statistics.plan, bindings.weights.equalized
+    positions = {
+        equalized.name_of(tensor_of(gm, node)): position
+        for position, node in enumerate(inputs_of(gm.graph))
+    }
     observers: dict[str, tuple[tuple[Slot, ...], Observe]] = {}
     for node in gm.graph.nodes:
         if isinstance(node.target, Observe):
@@ -82,6 +103,9 @@ def given_inputs(gm: GraphModule, plan: Plan) -> list[GivenInput]:
             observers[slots[0].name] = (slots, node.target)
     result = []
     for node, what in slot_inputs(gm.graph).items():
+        if what.key == "equalized":
+            result.append(GivenInput(what.key, (), None, None, positions[what.slot]))
+            continue
         slots, observe = observers.get(what.slot, ((), None))
         slots = slots or (plan.slots[what.slot],)
         device = getattr(fake_value(node), "device", None)  # the mask of a batch has none

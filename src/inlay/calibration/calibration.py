@@ -22,6 +22,7 @@ from inlay.calibration.rerun import Rerun
 from inlay.calibration.tiers import Forecast, Tier
 from inlay.calibration.tracing import Enclosed, first_that_traces, on_trial, without_cache
 from inlay.calibration.weights import Weights
+from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
 from inlay.observers import QParamsDict
@@ -64,7 +65,9 @@ class Calibration:
         self.data_seen = DataSeen()
         self.count_padding = count_padding
         self.show_progress = progress
-        self._bindings = Bindings(self.statistics, Weights(model, self.plan))
+        self.equalization = Equalization(model, self.plan)
+        weights = Weights(model, self.plan, self.equalization.parameters)
+        self._bindings = Bindings(self.statistics, weights, self.equalization)
         pipelines = Pipelines(plan=self.plan, prepare=passes, count_padding=count_padding)
         self._forecast = Forecast()
         self._observing, self._parts = (
@@ -87,6 +90,7 @@ class Calibration:
         """
         calibration = cls(model, with_gathering_observers(recipe, stored.slots), **options)
         calibration.statistics.restore(stored.slots)
+        calibration.equalization.restore(stored, model)
         calibration.data_seen = stored.data_seen
         return calibration
 
@@ -96,11 +100,12 @@ class Calibration:
         Over ranks, they are those of this rank, and once it is finalized those of all.
         """
         return StoredStatistics(
-            recipe=self.recipe.config.model_dump(mode="json"),
+            recipe=self.recipe.fields,
             slots=self.statistics.snapshot(),
             model=model,
             data=data,
             data_seen=self.data_seen,
+            groups=self.equalization.stored(),
         )
 
     @property
@@ -198,10 +203,14 @@ class Calibration:
                 self._bindings.weights.plain,
                 accept=accept,
                 progress=self.show_progress,
+                before=self._equalize,
             )
             self.data_seen = self.data_seen.of_all_ranks()
         assert self.statistics.qparams is not None
         return self.statistics.qparams
+
+    def _equalize(self) -> None:
+        self.equalization.apply(self.statistics, self._bindings.weights.of_module)
 
     def require_padding_left_out(self) -> None:
         """Refuse to go on if graphs could not tell the padding of a batch from data.
@@ -224,10 +233,15 @@ class Calibration:
             raise ConfigurationError("finalize the calibration before asking for the result")
         gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
         assert isinstance(gm, GraphModule)
-        quantizing = self._backend.pipelines.quantizing(self.statistics.qparams)
+        equalized = self.equalization.parameters
+        quantizing = self._backend.pipelines.quantizing(self.statistics.qparams, equalized)
         final = quantizing(gm).graph_module
         constants = {
-            what: self._bindings.quantized_value(self.plan.slots[what.slot], what.key)
+            what: (
+                equalized.named(what.slot)
+                if what.key == "equalized"
+                else self._bindings.quantized_value(self.plan.slots[what.slot], what.key)
+            )
             for what in slot_inputs(final.graph).values()
         }
         return bind(final, constants)
@@ -238,7 +252,9 @@ class Calibration:
         rerun = Rerun(
             run=lambda batch: _call(self._run_graphs, batch),
             backends=(self._observing, self._parts),
-            bindings=Bindings(self.statistics, self._bindings.weights.with_own_cache()),
+            bindings=Bindings(
+                self.statistics, self._bindings.weights.with_own_cache(), self.equalization
+            ),
             pipelines=self._backend.pipelines,
         )
         try:
@@ -275,7 +291,7 @@ class Calibration:
 
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
-        return explain(self.statistics, self.graphs, self.tiers)
+        return explain(self.statistics, self.graphs, self.tiers, self.equalization.described())
 
 
 def _call(run: Callable[..., Any], batch: Any) -> Any:

@@ -1,10 +1,13 @@
 """A graph of the model after its passes, compiled, and called with what it observes into."""
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
@@ -13,8 +16,11 @@ from inlay.calibration.blocks import Block, BlockCall, call_block
 from inlay.calibration.pipelines import Pipelines, Purpose
 from inlay.calibration.tiers import Tier
 from inlay.graph import (
+    Lookup,
+    Source,
     attention_masks,
     copy,
+    equalizable,
     fake_value,
     inputs_of,
     is_region,
@@ -79,6 +85,7 @@ class CompiledGraph:
             for position, node in enumerate(inputs_of(gm.graph))
             if node in kinds
         ]
+        self._parameters: list[int] | None = None  # positions; found with the first call
         self.variants: dict[Any, Variant] = {}
         self._bound: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
 
@@ -143,18 +150,31 @@ class CompiledGraph:
         bindings = self.backend.bindings
         statistics = bindings.statistics
         purpose = self.backend.pipelines.purpose
-        weights = (id(args[position]) for position, _ in self._weights)
-        key = (purpose, statistics.is_final, *weights)
+        parameters = (id(args[position]) for position in self._known_by(args))
+        key = (purpose, statistics.is_final, *parameters)
         bound = self._bound.get(key)
         if bound is None:
             modules = self.modules(args)
             variant = self._variant(bindings, modules, args)
             names = _renaming(variant.modules, modules)
-            tensors = [given.tensor(bindings, names) for given in variant.inputs]
+            tensors = [given.tensor(bindings, names, args) for given in variant.inputs]
             bound = self._bound[key] = (variant.run, tensors)
             variant.count_call()
             self.backend.forecast.found += self._is_region
+            found = equalizable(variant.graph_module)
+            if found is not None:
+                bindings.equalization.collected.add(found, _lookup(variant.graph_module, args))
         return bound
+
+    def _known_by(self, args: Sequence[Any]) -> list[int]:
+        """Positions of the arguments that tell for which modules the graph is called."""
+        if self.backend.bindings.statistics.plan.recipe.equalize is None:
+            return [position for position, _ in self._weights]
+        if self._parameters is None:  # equalization also scales norms and biases
+            self._parameters = [
+                position for position, arg in enumerate(args) if isinstance(arg, nn.Parameter)
+            ]
+        return self._parameters
 
     def _variant(
         self, bindings: Bindings, modules: tuple[str | None, ...], args: Sequence[Any]
@@ -162,6 +182,8 @@ class CompiledGraph:
         statistics = bindings.statistics
         purpose = self.backend.pipelines.purpose
         key = (purpose, statistics.is_final, *map(statistics.signature, modules))
+        if statistics.is_final:
+            key = (*key, *map(bindings.weights.equalized.is_changed, args))
         if key not in self.variants:
             gm = label_inputs(self.gm, args)
             self._bind_regions(gm, args)
@@ -194,12 +216,16 @@ class CompiledGraph:
         self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]
     ) -> Variant:
         pipelines, qparams = self._pipelines, bindings.statistics.qparams
-        whole = pipelines.observing() if qparams is None else pipelines.quantizing(qparams)
+        whole = (
+            pipelines.observing()
+            if qparams is None
+            else pipelines.quantizing(qparams, bindings.weights.equalized)
+        )
         # The whole graph is kept for people to read; regions are for the compiler.
         prepared = whole(gm).graph_module
         regions = pipelines.cutting()(prepared).graph_module
         run, pieces = compile_regions(regions, self.backend.compile)
-        inputs = given_inputs(prepared, bindings.statistics.plan)
+        inputs = given_inputs(prepared, bindings)
         return Variant(prepared, run, modules, tuple(inputs), pieces)
 
 
@@ -228,6 +254,18 @@ def compile_regions(
         delattr(outer, name)
         setattr(outer, name, compiled)
     return outer.forward, pieces
+
+
+def _lookup(gm: GraphModule, args: Sequence[Any]) -> Lookup:
+    """Finds the parameters that a graph is called with."""
+    given = {node.name: value for node, value in zip(inputs_of(gm.graph), args, strict=False)}
+
+    def lookup(source: Source) -> torch.Tensor | None:
+        attribute = operator.attrgetter(source.name)
+        value = given.get(source.name) if source.is_input else attribute(gm)
+        return value if isinstance(value, torch.Tensor) else None
+
+    return lookup
 
 
 def _renaming(traced: tuple[str | None, ...], actual: tuple[str | None, ...]) -> dict[str, str]:

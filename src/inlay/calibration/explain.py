@@ -12,9 +12,12 @@ __all__ = ["explain"]
 
 
 def explain(
-    statistics: StatisticsBySlot, graphs: Iterable[CompiledGraph], tiers: Iterable[str] = ()
+    statistics: StatisticsBySlot,
+    graphs: Iterable[CompiledGraph],
+    tiers: Iterable[str] = (),
+    equalization: Iterable[str] = (),
 ) -> str:
-    """The slots as a table, how pieces of the model run, then every distinct graph."""
+    """The slots as a table, what is equalized, how pieces run, then every distinct graph."""
     graphs = list(graphs)
     slots = list(statistics.plan.slots.values())
     header = ("slot", "observer", "format", "values seen", "shared with")
@@ -36,6 +39,8 @@ def explain(
     enclosed = dict.fromkeys(str(one) for graph in graphs for one in _enclosed(statistics, graph))
     if enclosed:
         parts.append("\n".join(enclosed))
+    if equalization:
+        parts.append("\n".join(equalization))
     if tiers:
         parts.append("\n".join(tiers))
     for index, graph in enumerate(graphs):

@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from inlay.equalization.parameters import EqualizedParameters
 from inlay.graph import Pass, Pipeline
 from inlay.observers import QParamsDict
 from inlay.passes import (
     COMPARE,
     FINALIZE,
     PREPARE,
+    FindEqualizable,
     LeaveOutPadding,
     OutlineRepeats,
     PruneUnobserved,
@@ -51,15 +53,18 @@ class Pipelines:
             without.append(LeaveOutPadding)
         return self._without(*without)
 
-    def quantizing(self, qparams: Mapping[str, QParamsDict]) -> Pipeline:
+    def quantizing(
+        self, qparams: Mapping[str, QParamsDict], equalized: EqualizedParameters
+    ) -> Pipeline:
         """From a traced graph to one that quantizes, whole.
 
         Observers are inserted here too: they say which slots share a scale.
         """
         if self.compare_layers:
-            return Pipeline.of(COMPARE, plan=self.plan, qparams=qparams)
-        observing = self._without(OutlineRepeats, PruneUnobserved, LeaveOutPadding)
-        return Pipeline((*observing.passes, *Pipeline.of(FINALIZE, qparams=qparams).passes))
+            return Pipeline.of(COMPARE, plan=self.plan, qparams=qparams, equalized=equalized)
+        left_out = (OutlineRepeats, PruneUnobserved, LeaveOutPadding, FindEqualizable)
+        folding = Pipeline.of(FINALIZE, qparams=qparams, equalized=equalized)
+        return Pipeline((*self._without(*left_out).passes, *folding.passes))
 
     def cutting(self) -> Pipeline:
         """From a whole graph to regions that are compiled on their own, if these are wanted."""

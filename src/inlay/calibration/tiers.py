@@ -36,6 +36,7 @@ _OBSERVERS = {
     "memoryless_minmax": 1.0,
     "minmax": 1.0,
     "imatrix_mse": 1.0,  # sums squares of inputs here
+    "channel ranges": 1.0,
 }
 _OTHER_OBSERVERS = 1.5
 # Calls of a piece until it is known what it takes: the first one warms up, the next two are timed

@@ -5,6 +5,7 @@ import weakref
 import torch
 from torch import nn
 
+from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import StatisticsError
 from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
@@ -17,20 +18,28 @@ class Weights:
     """The weights of the quantized modules of a model, and a cache of the folded ones.
 
     Modules are referred to weakly: compiled code may outlive the model.
+
+    :param equalized: the parameters that are scaled before they are quantized
     """
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, equalized: EqualizedParameters) -> None:
         self._modules = {
             slot.module: weakref.ref(model.get_submodule(slot.module))
-            for slot in plan.weight_slots()
+            for slot in plan.slots.values()
+            if slot.module in plan.kinds
         }
+        self.equalized = equalized
         self._folded: dict[str, torch.Tensor] = {}
 
     def plain(self, slot: Slot) -> torch.Tensor:
-        """The weight of a slot as the model has it."""
-        module = self._modules[slot.module]()
+        """The weight of a slot before it is quantized: as the model has it, or equalized."""
+        return self.equalized.of(self.of_module(slot.module))
+
+    def of_module(self, name: str) -> torch.Tensor:
+        """The weight of a module as the model has it."""
+        module = self._modules[name]()
         if module is None:
-            raise StatisticsError(f"the model is gone, and with it the weight of {slot.module}")
+            raise StatisticsError(f"the model is gone, and with it the weight of {name}")
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         return weight
@@ -50,4 +59,5 @@ class Weights:
         """The same weights, with a cache of folded ones that goes when this goes."""
         copied = object.__new__(Weights)
         copied._modules, copied._folded = self._modules, dict(self._folded)
+        copied.equalized = self.equalized
         return copied

@@ -24,6 +24,7 @@ from inlay.checkpoint.layers import (
 )
 from inlay.checkpoint.loading import require_full_precision
 from inlay.checkpoint.shards import Shards, size_in_bytes
+from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import QParamsDict
 from inlay.progress import watched
@@ -50,6 +51,7 @@ def save_checkpoint(
     tokenizer: Any = None,
     max_shard_size: int | str = "5GB",
     accept: Collection[str] = (),
+    equalized: EqualizedParameters | None = None,
     progress: bool | None = None,
 ) -> CheckpointSizes:
     """Write a model with its qparams into a folder, as llm-compressor would.
@@ -61,6 +63,7 @@ def save_checkpoint(
     :param tokenizer: a tokenizer or processor to write beside the model
     :param max_shard_size: the largest size of a file with weights, `"5GB"` for example
     :param accept: problems to accept instead of refusing, as in `Calibration.finalize`
+    :param equalized: scaled copies of parameters, which are written in their place
     :param progress: draw a progress bar; by default if there is a terminal
     """
     _require_saveable(model)
@@ -72,12 +75,18 @@ def save_checkpoint(
     folder = Path(folder)
     shards = Shards(folder, max_size)
     keep_ties = not _shares_quantized_weight(model, layers)
-    blocks = _blocks(_unquantized_state(model, layers, keep_ties), layers)
+    state = _unquantized_state(model, layers, keep_ties)
+    if equalized is not None:
+        own = dict(model.named_parameters(remove_duplicate=False))
+        state.update(
+            {name: equalized.of(own[name]) for name in state if equalized.is_changed(own.get(name))}
+        )
+    blocks = _blocks(state, layers)
     for unquantized, own_layers in watched(blocks, "writing the checkpoint", show=progress):
         # Compressed here, not kept in the block, so that it is freed once it is written.
         quantized = {}
         for layer in own_layers:
-            quantized.update(_compressed(layer, qparams))
+            quantized.update(_compressed(layer, qparams, equalized))
         shards.add(_as_saved(model, unquantized, quantized))
     shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
     _write_configs(folder, model, keep_ties)
@@ -148,7 +157,9 @@ def _block_of(name: str) -> str:
 
 
 def _compressed(
-    layer: QuantizedLayer, qparams: Mapping[str, QParamsDict]
+    layer: QuantizedLayer,
+    qparams: Mapping[str, QParamsDict],
+    equalized: EqualizedParameters | None,
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that quantization of a layer adds to a checkpoint."""
     state = {}
@@ -156,8 +167,9 @@ def _compressed(
         state.update(_qparams_as_stored(layer, slot, qparams.get(slot.name, {})))
     if layer.weight is not None and layer.scheme is not None:
         compressor = BaseCompressor.get_value_from_registry(layer.scheme.format)
+        weight = layer.weight if equalized is None else equalized.of(layer.weight)
         with torch.no_grad():
-            state = compressor.compress({"weight": layer.weight.detach(), **state}, layer.scheme)
+            state = compressor.compress({"weight": weight.detach(), **state}, layer.scheme)
     for name, tensor in state.items():
         if not name.endswith("scale") or not tensor.is_floating_point():
             continue

@@ -17,6 +17,7 @@ __all__ = [
     "Download",
     "Dtype",
     "DtypeOption",
+    "Equalize",
     "GgufFile",
     "Ignore",
     "KvCache",
@@ -118,6 +119,16 @@ Ignore = Annotated[
     typer.Option(
         help="Module to leave in full precision: its name or re:PATTERN. The head of a language "
         "model always is, unless this is [b]none[/b].",
+        show_default=False,
+        rich_help_panel=QUANTIZATION,
+    ),
+]
+Equalize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STRENGTH",
+        help="Move the size of outlier channels from inputs into weights: a number from 0 to 1, or "
+        "[b]auto[/b].",
         show_default=False,
         rich_help_panel=QUANTIZATION,
     ),

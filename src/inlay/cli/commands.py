@@ -4,7 +4,7 @@ import functools
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -18,6 +18,7 @@ from inlay.cli.arguments import (
     Download,
     Dtype,
     DtypeOption,
+    Equalize,
     GgufFile,
     Ignore,
     KvCache,
@@ -40,6 +41,9 @@ from inlay.cli.terminal import calm_transformers, console, reported, tell
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
 
+if TYPE_CHECKING:
+    from inlay.recipe import Strength
+
 __all__ = ["calibrate", "explain", "merge", "requantize", "source_of", "wanted_of"]
 
 
@@ -54,6 +58,7 @@ def calibrate(
     observer_file: ObserverFile = None,
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
+    equalize: Equalize = None,
     data: Annotated[
         Path | None,
         file_option(
@@ -108,7 +113,7 @@ def calibrate(
     _require_apart(out, model)
     require_room(out, overwrite=overwrite)
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
     from inlay.data.tokenize import read_rows
 
     # Refuse data that cannot be read before loading the library and the model.
@@ -156,6 +161,7 @@ def explain(
     observer_file: ObserverFile = None,
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
+    equalize: Equalize = None,
     gguf_file: GgufFile = None,
     download: Download = False,
     trust_remote_code: RemoteCode = False,
@@ -165,7 +171,7 @@ def explain(
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
     wanted.require_recipe()
     from inlay.checkpoint.loading import empty_model
     from inlay.cli.tree import tree_of
@@ -182,6 +188,10 @@ def explain(
         f"{len(plan.slots)} slots in {len(modules)} modules are quantized, {observed} of them "
         "observed while data runs"
     )
+    if plan.recipe.equalize is not None:
+        screen.print(
+            "Which inputs can be equalized shows in the graph, when data runs: the report says it"
+        )
     left = [name for name, kind in plan.kinds.items() if kind == "linear" and name not in modules]
     if left:
         more = f" and {len(left) - 8} more" if len(left) > 8 else ""
@@ -211,6 +221,7 @@ def requantize(
     observer_file: ObserverFile = None,
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
+    equalize: Equalize = None,
     out: Out,
     accept: Accept = None,
     dtype: DtypeOption = Dtype.AUTO,
@@ -229,7 +240,7 @@ def requantize(
     _require_apart(out, model, statistics)
     require_room(out, overwrite=overwrite)
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
     wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.statistics.on_disk import StoredStatistics
@@ -289,6 +300,7 @@ def wanted_of(
     observer_file: Path | None,
     ignore: list[str] | None,
     kv_cache: KvCache | None,
+    equalize: str | None,
 ) -> Wanted:
     """Collect what the options say about quantization; it becomes a recipe with the model."""
     if (scheme is None) == (recipe is None):
@@ -303,11 +315,21 @@ def wanted_of(
         observers=tuple(choices),
         ignore=tuple(ignore or ()),
         kv_cache=None if kv_cache is None else kv_cache.value,
+        equalize=_strength(equalize),
     )
     if observer_file is not None:
         run_observer_file(observer_file)
     wanted.require_known_names()
     return wanted
+
+
+def _strength(text: str | None) -> "Strength | None":
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter("give a number, or auto", param_hint="--equalize") from error
 
 
 def source_of(

@@ -43,13 +43,17 @@ class _Case:
     weight: float
 
 
-def slot_findings(slots: Sequence[SlotRecord]) -> list[Finding]:
-    """Find outliers, nearly dead slots, and slots that saw few tokens."""
+def slot_findings(slots: Sequence[SlotRecord], *, equalized: bool = False) -> list[Finding]:
+    """Find outliers, nearly dead slots, and slots that saw few tokens.
+
+    :param equalized: whether channels were equalized, as findings about outliers advise otherwise
+    """
     usual = _Usual((*_kinds(slot), size) for slot in slots if (size := _size(slot)))
     findings = []
     for are_clipped in (False, True):
-        findings += _outliers([s for s in slots if _clips_outliers(s) == are_clipped], are_clipped)
-    findings += _wide([s for s in slots if _outlier_ratio(s) is None], usual)
+        some = [slot for slot in slots if _clips_outliers(slot) == are_clipped]
+        findings += _outliers(some, are_clipped, equalized)
+    findings += _wide([s for s in slots if _outlier_ratio(s) is None], usual, equalized)
     findings += _dead(slots, usual)
     return findings + _few_tokens(slots)
 
@@ -117,7 +121,7 @@ def unquantized_findings(
     return findings
 
 
-def _outliers(slots: Iterable[SlotRecord], are_clipped: bool) -> list[Finding]:
+def _outliers(slots: Iterable[SlotRecord], are_clipped: bool, equalized: bool) -> list[Finding]:
     found = []
     for slot in slots:
         ratio = _outlier_ratio(slot)
@@ -140,11 +144,21 @@ def _outliers(slots: Iterable[SlotRecord], are_clipped: bool) -> list[Finding]:
         "slots have outliers that set their scale",
         "A few outliers set the scale, and all other values share a few steps; scales per token, "
         "as in dynamic schemes, help most. An observer that clips, such as histogram or mse, helps "
-        "only if the outliers do not matter.",
+        "only if the outliers do not matter." + _switch(found, equalized),
     )
 
 
-def _wide(slots: Iterable[SlotRecord], usual: "_Usual") -> list[Finding]:
+def _switch(found: Iterable[_Case], equalized: bool) -> str:
+    """Name the switch that moves outliers of inputs into weights, where it is not on."""
+    if equalized or not any(case.about.endswith(".input") for case in found):
+        return ""
+    return (
+        ' equalize="auto" in the recipe, --equalize auto, moves the size of outlier channels into '
+        "the weights that read them, without changing the model."
+    )
+
+
+def _wide(slots: Iterable[SlotRecord], usual: "_Usual", equalized: bool) -> list[Finding]:
     found = []
     for slot in slots:
         size, middle = _size(slot), usual.of(*_kinds(slot))
@@ -158,7 +172,7 @@ def _wide(slots: Iterable[SlotRecord], usual: "_Usual") -> list[Finding]:
         found,
         "slots have a range far wider than others of their kind",
         "Such outliers make coarse steps for all values that share their scale; a finer strategy, "
-        "an observer that clips, or ignoring the module may help.",
+        "an observer that clips, or ignoring the module may help." + _switch(found, equalized),
     )
 
 

@@ -21,7 +21,15 @@ from inlay.observers import Observer, QParamsDict
 from inlay.observers.histogram import HistogramObserver
 from inlay.ranges.float_histogram import Histogram
 from inlay.recipe import Slot, format_in_words, recipe_text, scheme_in_words
-from inlay.report.data import Finding, LayerError, ReportData, SlotRecord, Stage
+from inlay.report.data import (
+    EqualizedValue,
+    Finding,
+    LayerError,
+    ReportData,
+    SlotRecord,
+    Stage,
+    UnequalizedValue,
+)
 from inlay.run_record import Record, model_name
 from inlay.statistics.by_slot import StatisticsBySlot
 
@@ -52,14 +60,14 @@ def report_of(
     """
     statistics, model = calibration.statistics, calibration.model
     layers = () if comparison is None else comparison.layers
-    slots = _SlotRecords(model, statistics, layers).all()
+    slots = _SlotRecords(calibration, layers).all()
     scheme = scheme_in_words(calibration.recipe.config)
     record = record or Record(model=model_name(model), data="")
     before, after = sizes or _estimated_sizes(model, statistics)
     return ReportData(
         title=f"{record.model}, {scheme}",
         model=record.model,
-        recipe=recipe_text(calibration.recipe.config),
+        recipe=recipe_text(calibration.recipe.config, calibration.recipe.equalize),
         scheme=scheme,
         data=record.data or "unknown data",
         samples=record.samples,
@@ -75,6 +83,20 @@ def report_of(
         layers=layers,
         slots=slots,
         findings=tuple(_findings(model, statistics, slots, comparison)),
+        equalized=tuple(
+            EqualizedValue(
+                readers=each.group.readers,
+                parameters=tuple(producer.parameter for producer in each.group.producers),
+                strength=float(each.strength),
+                before=each.before,
+                after=each.after,
+            )
+            for each in calibration.equalization.done
+        ),
+        unequalized=tuple(
+            UnequalizedValue(module=module, reason=reason)
+            for module, reason in calibration.equalization.refused.items()
+        ),
     )
 
 
@@ -87,7 +109,7 @@ def _findings(
     if comparison is not None:
         yield from comparison.findings
         yield from layer_findings(comparison.layers)
-    yield from slot_findings(slots)
+    yield from slot_findings(slots, equalized=statistics.plan.recipe.equalize is not None)
     left = [slot for slot in statistics.plan.slots.values() if not _is_quantized(statistics, slot)]
     yield from unquantized_findings(
         without_data=[s.name for s in left if s.base_name != "weight" and not statistics.seen(s)],
@@ -134,11 +156,10 @@ def _about_comparison(comparison: Comparison | None) -> Iterable[Finding]:
 class _SlotRecords:
     """A maker of the records of all slots."""
 
-    def __init__(
-        self, model: nn.Module, statistics: StatisticsBySlot, layers: Iterable[LayerError]
-    ) -> None:
-        self._statistics = statistics
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+    def __init__(self, calibration: Calibration, layers: Iterable[LayerError]) -> None:
+        statistics = self._statistics = calibration.statistics
+        self._equalized = calibration.equalization.parameters
+        self._modules = dict(calibration.model.named_modules(remove_duplicate=False))
         places = {name: place for place, name in enumerate(self._modules)}
         self._slots = sorted(statistics.plan.slots.values(), key=lambda s: places[s.module])
         share = _BINS_IN_ALL // max(1, len(self._slots))
@@ -177,6 +198,7 @@ class _SlotRecords:
     def _of_weight(self, slot: Slot, clip: Clip) -> dict[str, Any]:
         weight = self._modules[slot.module].weight
         assert isinstance(weight, torch.Tensor)
+        weight = self._equalized.of(weight)
         low, high = (float(value) for value in weight.detach().aminmax())
         picture = distribution_of_weight(weight.detach(), clip, bins=min(_WEIGHT_BINS, self._bins))
         return {"low": low, "high": high, "distribution": picture}

@@ -13,6 +13,8 @@ from inlay.graph.editing import (
     require_whole,
     switches_modes,
 )
+from inlay.graph.equalizable import Equalizable, FoundGroup, FoundProducer, Lookup, Source, Use
+from inlay.graph.functions import as_function
 from inlay.graph.higher_order import EnclosedSlot, enclosed_slots, transformed_nodes
 from inlay.graph.inputs import (
     SlotInput,
@@ -33,12 +35,16 @@ from inlay.graph.matching import (
     module_path,
     replace_value,
     replace_weight,
+    tensor_op,
+    transposed_by,
     weight_use,
 )
 from inlay.graph.meta import (
     annotate,
+    equalizable,
     folded_parts,
     made_by,
+    mark_equalizable,
     mark_folded,
     mark_observer,
     observes,
@@ -53,17 +59,24 @@ from inlay.graph.writes import Writes, writes_to_inputs
 
 __all__ = [
     "EnclosedSlot",
+    "Equalizable",
+    "FoundGroup",
+    "FoundProducer",
+    "Lookup",
     "Pass",
     "PassResult",
     "Pipeline",
     "RepeatedGraph",
     "SlotInput",
+    "Source",
+    "Use",
     "WeightUse",
     "Writes",
     "acts",
     "add_input",
     "add_qparams",
     "annotate",
+    "as_function",
     "attention_masks",
     "attention_states",
     "bind",
@@ -72,6 +85,7 @@ __all__ = [
     "closes_transform",
     "copy",
     "enclosed_slots",
+    "equalizable",
     "erase_with_inputs",
     "fake_value",
     "folded_parts",
@@ -80,6 +94,7 @@ __all__ = [
     "is_region",
     "label_inputs",
     "made_by",
+    "mark_equalizable",
     "mark_folded",
     "mark_observer",
     "module_path",
@@ -98,7 +113,9 @@ __all__ = [
     "stamp",
     "switches_modes",
     "tensor_of",
+    "tensor_op",
     "transformed_nodes",
+    "transposed_by",
     "weight_use",
     "writes_to_inputs",
 ]

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from inlay.graph.equalizable import Equalizable
 from inlay.recipe import Slot
 
 __all__ = [
     "annotate",
+    "equalizable",
     "folded_parts",
     "made_by",
+    "mark_equalizable",
     "mark_folded",
     "mark_observer",
     "observes",
@@ -21,6 +24,7 @@ _SLOTS = "inlay_slots"  # the slots of an op, by base name
 _OBSERVES = "inlay_observes"  # the slots that an observe node observes
 _FOLDED = "inlay_folded"  # the base names of an op whose qparams are in the graph already
 _MADE_BY = "inlay_made_by"  # the pass that made a node
+_EQUALIZABLE = "inlay_equalizable"  # on the output: groups of the graph that can be equalized
 
 
 def stamp(node: Node, pass_name: str) -> Node:
@@ -69,3 +73,16 @@ def folded_parts(node: Node) -> frozenset[str]:
 def mark_folded(node: Node, base_name: str) -> None:
     """Record that the qparams of one slot of an op are in the graph now."""
     node.meta[_FOLDED] = folded_parts(node) | {base_name}
+
+
+def equalizable(gm: GraphModule) -> Equalizable | None:
+    """What the graph says about equalization; None if nobody has asked."""
+    (output,) = gm.graph.find_nodes(op="output")
+    found: Equalizable | None = output.meta.get(_EQUALIZABLE)
+    return found
+
+
+def mark_equalizable(gm: GraphModule, found: Equalizable) -> None:
+    """Write on the output, which every graph has, what can be equalized in it."""
+    (output,) = gm.graph.find_nodes(op="output")
+    output.meta[_EQUALIZABLE] = found

@@ -47,9 +47,9 @@ def _line(node: Node) -> str:
 
 
 def _is_hidden(value: Any) -> bool:
-    """Whether an argument is state or a scale, of which there are many; folded weights show."""
+    """Whether an argument is state or a scale, of which there are many; weights show."""
     what = slot_input(value)
-    return what is not None and what.key != "folded"
+    return what is not None and what.key not in ("folded", "equalized")
 
 
 def _argument(value: Any) -> str:

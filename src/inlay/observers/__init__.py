@@ -7,6 +7,7 @@ from inlay.observers.base import (
     default_observer,
     require_finite,
 )
+from inlay.observers.channels import ChannelRangeObserver
 from inlay.observers.helpers import (
     FUSED_LAYER_NAMES,
     flatten_for_calibration,
@@ -28,6 +29,7 @@ from inlay.observers.sync import sync_observers
 
 __all__ = [
     "FUSED_LAYER_NAMES",
+    "ChannelRangeObserver",
     "HistogramObserver",
     "IMatrixMSEObserver",
     "MeasuringObserver",

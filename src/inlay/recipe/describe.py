@@ -35,9 +35,9 @@ def scheme_in_words(config: QuantizationConfig) -> str:
     return words
 
 
-def recipe_text(config: QuantizationConfig) -> str:
+def recipe_text(config: QuantizationConfig, equalize: float | str | None = None) -> str:
     """Write the config as YAML that `Recipe.from_yaml` reads, without unset fields."""
-    content = config.model_dump(mode="json", exclude=_STATE_OF_CONFIG)
+    content = config.model_dump(mode="json", exclude=_STATE_OF_CONFIG) | {"equalize": equalize}
     text: str = yaml.safe_dump(
         _without_empty(content), sort_keys=False, default_flow_style=None, allow_unicode=True
     )

@@ -1,5 +1,6 @@
-"""Read recipes of llm-compressor: translate the `QuantizationModifier` in their YAML."""
+"""Read recipes of llm-compressor: translate the modifiers in their YAML."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,13 @@ _MODIFIER_FIELDS = (
     "targets",
     "weight_observer",
 )
+_SMOOTHING_FIELDS = (
+    "calibration_function",
+    "mappings",
+    "num_calibration_steps",
+    "smoothing_strength",
+)
+_SMOOTHING_STRENGTH = 0.5  # the default of SmoothQuantModifier
 _SCHEME_PARTS = ("weights", "input_activations", "output_activations")
 
 
@@ -38,11 +46,12 @@ def find_modifiers(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def config_of_modifiers(modifiers: dict[str, dict[str, Any]], place: str) -> dict[str, Any]:
-    """Translate modifiers to the fields of a `QuantizationConfig`."""
-    others = sorted(set(modifiers) - {"QuantizationModifier"})
-    if others:
+    """Translate modifiers to the fields of a `QuantizationConfig`, and `equalize`."""
+    others = sorted(set(modifiers) - {"QuantizationModifier", "SmoothQuantModifier"})
+    if others or "QuantizationModifier" not in modifiers:
         raise ConfigurationError(
-            f"{place} has {', '.join(others)}; only QuantizationModifier is supported"
+            f"{place} has {', '.join(others or sorted(modifiers))}; only QuantizationModifier is "
+            "supported, with or without SmoothQuantModifier"
         )
     fields = modifiers["QuantizationModifier"]
     require_known(fields, _MODIFIER_FIELDS, f"QuantizationModifier in {place}")
@@ -64,7 +73,22 @@ def config_of_modifiers(modifiers: dict[str, dict[str, Any]], place: str) -> dic
         },
         "ignore": names_of(fields.get("ignore", []), "ignore"),
         "kv_cache_scheme": fields.get("kv_cache_scheme"),
+        "equalize": _strength(modifiers.get("SmoothQuantModifier"), place),
     }
+
+
+def _strength(fields: Mapping[str, Any] | None, place: str) -> Any:
+    """Read how strongly SmoothQuant scales channels; None without it."""
+    if fields is None:
+        return None
+    require_known(fields, _SMOOTHING_FIELDS, f"SmoothQuantModifier in {place}")
+    if fields.get("mappings"):
+        warnings.warn(
+            f"{place}: SmoothQuantModifier's mappings are not needed and not read: Inlay finds in "
+            "the graph what can be scaled",
+            stacklevel=4,
+        )
+    return fields.get("smoothing_strength", _SMOOTHING_STRENGTH)
 
 
 def _groups_of_scheme(scheme: Any, targets: list[str], place: str) -> dict[str, Any]:

@@ -57,6 +57,11 @@ class Plan:
                 slot = Slot(name, base_name, args)
                 self.slots[slot.name] = slot
         _require_fitting_weights(model, self.weight_slots())
+        if recipe.equalize is not None and not any(True for _ in self.channel_slots()):
+            raise ConfigurationError(
+                "the recipe equalizes the channels of inputs, but quantizes no input; leave "
+                "equalize out, or choose a scheme such as W8A8_STATIC"
+            )
 
     def owner(self, weight: torch.Tensor | None, kind: str | None = None) -> str | None:
         """Find the module of that kind with this weight: a quantized one, if several share it."""
@@ -93,8 +98,13 @@ class Plan:
         """Tell whether data is observed in any of these modules, or in one around it."""
         slots = [slot for module in modules for slot in self.slots_at(module)]
         return any(
-            slot.importance is not None if slot.is_weight else slot.is_observed for slot in slots
+            slot.importance is not None if slot.is_weight else self._is_observed(slot)
+            for slot in slots
         )
+
+    def _is_observed(self, slot: Slot) -> bool:
+        is_watched = slot.base_name == "input" and self.recipe.equalize is not None
+        return slot.is_observed or is_watched
 
     def weight_slots(self) -> Iterable[Slot]:
         return (slot for slot in self.slots.values() if slot.is_weight)
@@ -103,6 +113,12 @@ class Plan:
         """Return the slots that watch inputs for weight observers that weigh input channels."""
         found = (slot.importance for slot in self.weight_slots())
         return (slot for slot in found if slot is not None)
+
+    def channel_slots(self) -> Iterable[Slot]:
+        """Return the slots that watch the channels of inputs, if the recipe equalizes them."""
+        if self.recipe.equalize is None:
+            return ()
+        return (slot.channels for slot in self.slots.values() if slot.base_name == "input")
 
     def fused_groups(self) -> Iterable[tuple[str, list[str]]]:
         """Yield prefix and names of the layers that are served as one, as far as they exist."""
@@ -120,9 +136,11 @@ class Plan:
 
     @property
     def needs_data(self) -> bool:
-        """Whether any slot must see data: activations, or inputs that weigh a weight."""
-        return any(True for _ in self.activation_slots()) or any(
-            True for _ in self.importance_slots()
+        """Whether any slot must see data: activations, or inputs that are watched."""
+        return any(
+            True
+            for slots in (self.activation_slots(), self.importance_slots(), self.channel_slots())
+            for _ in slots
         )
 
 

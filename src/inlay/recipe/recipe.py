@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from compressed_tensors.quantization import (
@@ -13,6 +13,7 @@ from compressed_tensors.quantization import (
 )
 
 from inlay.errors import ConfigurationError
+from inlay.observers import StaticMinMaxObserver
 from inlay.recipe.llmcompressor_yaml import config_of_modifiers, find_modifiers
 from inlay.recipe.presets import (
     Overrides,
@@ -25,19 +26,41 @@ from inlay.recipe.presets import (
 )
 from inlay.recipe.slot import make_observer
 
-__all__ = ["Recipe"]
+__all__ = ["AUTO_STRENGTH", "Recipe", "Strength"]
 
-_OWN_FIELDS = ("ignore", "inputs", "kv_cache", "outputs", "preset", "targets", "weights")
+AUTO_STRENGTH: Literal["auto"] = "auto"
+# How much of the size of a channel moves into the weights: a number, or chosen for each value.
+Strength = float | Literal["auto"]
+
+_OWN_FIELDS = (
+    "equalize",
+    "ignore",
+    "inputs",
+    "kv_cache",
+    "outputs",
+    "preset",
+    "targets",
+    "weights",
+)
+_EXACT = "static_minmax"  # the observer of inputs that are equalized
 _PARTS = {"weights": "weights", "inputs": "input_activations", "outputs": "output_activations"}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A validated quantization config. Make one with `from_preset`, `from_config`, `from_yaml`."""
+    """A validated quantization config. Make one with `from_preset`, `from_config`, `from_yaml`.
+
+    :param equalize: how much of the size of outlier channels moves from inputs into weights before
+        both are quantized, from 0 to 1, or "auto"; None to leave them as they are
+    """
 
     config: QuantizationConfig
+    equalize: Strength | None = None
 
     def __post_init__(self) -> None:
+        _require_strength(self.equalize)
+        if self.equalize is not None:
+            object.__setattr__(self, "config", _with_exact_ranges(self.config))
         for scheme in self.config.config_groups.values():
             for base_name, args in _observed_parts(scheme):
                 make_observer(base_name, args)
@@ -55,6 +78,7 @@ class Recipe:
         inputs: Overrides | None = None,
         outputs: Overrides | None = None,
         kv_cache: Overrides | None = None,
+        equalize: Strength | None = None,
     ) -> "Recipe":
         """Make a recipe from a preset of compressed-tensors, or `W8A8_STATIC`, with changes.
 
@@ -64,6 +88,7 @@ class Recipe:
         :param inputs: the same for input activations
         :param outputs: the same for output activations, which no preset quantizes by itself
         :param kv_cache: `QuantizationArgs` of keys and values
+        :param equalize: see `Recipe`
         """
         scheme = preset(name, names_of(targets, "targets"))
         changes = {"weights": weights, "inputs": inputs, "outputs": outputs}
@@ -78,25 +103,43 @@ class Recipe:
                 config_groups={"group_0": scheme},
                 ignore=names_of(ignore, "ignore"),
                 kv_cache_scheme=change(None, kv_cache, "kv_cache"),
-            )
+            ),
+            equalize,
         )
 
     @classmethod
-    def from_config(cls, config: QuantizationConfig | Mapping[str, Any]) -> "Recipe":
+    def from_config(
+        cls,
+        config: QuantizationConfig | Mapping[str, Any],
+        *,
+        equalize: Strength | None = None,
+    ) -> "Recipe":
         """Make a recipe from a `QuantizationConfig`, which is copied, or from its fields.
 
         A group may name a preset and list its targets: `{"W8A8": ["Linear"]}`.
+
+        :param equalize: see `Recipe`; fields may also have it
         """
         if isinstance(config, QuantizationConfig):
-            return cls(config.model_copy(deep=True))
-        return cls(checked(QuantizationConfig, **_with_presets(config)))
+            return cls(config.model_copy(deep=True), equalize)
+        fields = _with_presets(config)
+        own = fields.pop("equalize", None)
+        return cls(checked(QuantizationConfig, **fields), own if equalize is None else equalize)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the config, and `equalize` if it is set, as values that JSON keeps."""
+        fields: dict[str, Any] = self.config.model_dump(mode="json")
+        return fields if self.equalize is None else {**fields, "equalize": self.equalize}
 
     @classmethod
-    def from_yaml(cls, source: str | Path) -> "Recipe":
+    def from_yaml(cls, source: str | Path, *, equalize: Strength | None = None) -> "Recipe":
         """Read a recipe from a YAML file, or from the text of one.
 
         The YAML holds the arguments of `from_preset`, a `QuantizationConfig`, or a recipe of
         llm-compressor with a `QuantizationModifier`.
+
+        :param equalize: see `Recipe`; it goes before what the YAML says
         """
         text, place = _read(source)
         try:
@@ -107,16 +150,46 @@ class Recipe:
             raise ConfigurationError(f"{place} holds no recipe: expected a mapping of settings")
         modifiers = find_modifiers(content)
         if modifiers:
-            return cls.from_config(config_of_modifiers(modifiers, place))
+            return cls.from_config(config_of_modifiers(modifiers, place), equalize=equalize)
         if "config_groups" in content:
-            return cls.from_config(content)
+            return cls.from_config(content, equalize=equalize)
         require_known(content, _OWN_FIELDS, place)
         if "preset" not in content:
             raise ConfigurationError(
                 f"{place} names no preset; add `preset:` with one of {', '.join(preset_names())}"
             )
         settings = dict(content)
+        if equalize is not None:
+            settings["equalize"] = equalize
         return cls.from_preset(settings.pop("preset"), **settings)
+
+
+def _require_strength(strength: Any) -> None:
+    is_number = isinstance(strength, (int, float)) and not isinstance(strength, bool)
+    if strength in (None, AUTO_STRENGTH) or (is_number and 0 <= strength <= 1):
+        return
+    raise ConfigurationError(f'equalize must be a number from 0 to 1, or "auto", not {strength!r}')
+
+
+def _with_exact_ranges(config: QuantizationConfig) -> QuantizationConfig:
+    """Observe inputs with `static_minmax` where no observer is named, and refuse others.
+
+    Its range of an equalized value follows from the ranges of channels, so data is seen once.
+    """
+    changed: QuantizationConfig = config.model_copy(deep=True)
+    for scheme in changed.config_groups.values():
+        args = scheme.input_activations
+        if args is None or args.dynamic is True:
+            continue
+        if args.observer is None:
+            scheme.input_activations = args.model_copy(update={"observer": _EXACT})
+        elif type(make_observer("input", args)) is not StaticMinMaxObserver:
+            raise ConfigurationError(
+                f"equalize does not go with {args.observer} for inputs: it would have to see the "
+                "equalized values, which are known only once all data was seen. Leave the observer "
+                f"out, or name {_EXACT}, whose ranges follow from those of the channels"
+            )
+    return changed
 
 
 def _observed_parts(scheme: QuantizationScheme) -> list[tuple[str, QuantizationArgs]]:

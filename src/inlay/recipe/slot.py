@@ -6,21 +6,24 @@ from typing import Any
 
 from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationStrategy
 
-from inlay.observers import Observer, default_observer
+from inlay.observers import ChannelRangeObserver, Observer, default_observer
 
-__all__ = ["BASE_NAMES", "IMPORTANCE", "Slot", "make_observer"]
+__all__ = ["BASE_NAMES", "CHANNELS", "IMPORTANCE", "Slot", "make_observer"]
 
 # Parts of a module that can be quantized.
 BASE_NAMES = ("weight", "input", "output", "q", "k", "v")
 # Inputs watched only to learn how much the input channels of a weight matter.
 IMPORTANCE = "importance"
+# Inputs watched only to learn how large their channels are.
+CHANNELS = "channels"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """An observed part of a module: one of `BASE_NAMES`, or `IMPORTANCE`.
+    """An observed part of a module: one of `BASE_NAMES`, `IMPORTANCE` or `CHANNELS`.
 
-    :param args: how the value is quantized; for an importance slot, how the weight is
+    :param args: how the value is quantized; for an importance slot, how the weight is, and
+        for a channels slot, how the input is
     """
 
     module: str
@@ -44,9 +47,18 @@ class Slot:
         return self.base_name == IMPORTANCE
 
     @property
+    def is_channels(self) -> bool:
+        return self.base_name == CHANNELS
+
+    @property
+    def watches_input(self) -> bool:
+        """Whether the slot is about the input of its module without quantizing it."""
+        return self.is_importance or self.is_channels
+
+    @property
     def is_observed(self) -> bool:
         """Whether statistics are needed. Dynamic quantization needs none, except for `local`."""
-        return self.args.dynamic is not True
+        return self.is_channels or self.args.dynamic is not True
 
     @property
     def is_static(self) -> bool:
@@ -78,21 +90,30 @@ class Slot:
 
     def is_quantized(self, qparams: Mapping[str, Any]) -> bool:
         """Tell whether a finalized model quantizes this slot: it has qparams, or needs none."""
-        return not self.is_importance and (self.name in qparams or not self.is_observed)
+        return not self.watches_input and (self.name in qparams or not self.is_observed)
 
     @property
     def observer(self) -> str:
         """The name of the observer: the recipe's, or the default for this base name."""
+        if self.is_channels:
+            return "channel ranges"
         return str(self.args.observer or default_observer(self._observed_as))
 
     @property
     def observer_class(self) -> type[Observer]:
+        if self.is_channels:
+            return ChannelRangeObserver
         cls: type[Observer] = Observer.get_value_from_registry(self.observer)
         return cls
 
     def make_observer(self) -> Observer:
         """Create an observer of this slot, which names the slot in errors."""
-        observer = make_observer(self._observed_as, self.args)
+        if self.is_channels:
+            # The settings in the arguments are those of the observer that quantizes the input.
+            plain = self.args.model_copy(update={"observer": None, "observer_kwargs": {}})
+            observer: Observer = ChannelRangeObserver(base_name="input", args=plain)
+        else:
+            observer = make_observer(self._observed_as, self.args)
         observer.slot = self.name
         return observer
 
@@ -106,6 +127,11 @@ class Slot:
         if not self.is_weight or not self.observer_class.observes_input:
             return None
         return Slot(self.module, IMPORTANCE, self.args)
+
+    @property
+    def channels(self) -> "Slot":
+        """The slot that watches the channels of this input."""
+        return Slot(self.module, CHANNELS, self.args)
 
     def moved_to(self, module: str) -> "Slot":
         """Return the same slot of another module."""

@@ -3,22 +3,26 @@
 from inlay.report.data import (
     Change,
     Distribution,
+    EqualizedValue,
     Finding,
     LayerError,
     ReportData,
     SlotRecord,
     Stage,
+    UnequalizedValue,
 )
 from inlay.report.page import render, write
 
 __all__ = [
     "Change",
     "Distribution",
+    "EqualizedValue",
     "Finding",
     "LayerError",
     "ReportData",
     "SlotRecord",
     "Stage",
+    "UnequalizedValue",
     "render",
     "write",
 ]

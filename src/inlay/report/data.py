@@ -10,11 +10,13 @@ from inlay.report.plain import from_plain, to_plain
 __all__ = [
     "Change",
     "Distribution",
+    "EqualizedValue",
     "Finding",
     "LayerError",
     "ReportData",
     "SlotRecord",
     "Stage",
+    "UnequalizedValue",
 ]
 
 _VERSION = 1
@@ -108,6 +110,31 @@ class SlotRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EqualizedValue:
+    """A value whose channels were scaled before it was quantized.
+
+    :param readers: modules that read it
+    :param parameters: parameters that were scaled for it, besides the weights of the readers
+    :param before: how many times larger its largest channel was than the median one
+    :param after: the same for the scaled channels
+    """
+
+    readers: tuple[str, ...]
+    parameters: tuple[str, ...]
+    strength: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnequalizedValue:
+    """A module whose input could not be equalized, and why."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """A fact that a reader should know.
 
@@ -133,6 +160,8 @@ class ReportData:
     :param versions: versions of the packages involved
     :param layers: errors of layers, in the order of depth
     :param slots: slots in the order of depth
+    :param equalized: values that were equalized, if the recipe asks for that
+    :param unequalized: inputs that could not be
     """
 
     title: str
@@ -153,6 +182,8 @@ class ReportData:
     layers: tuple[LayerError, ...] = ()
     slots: tuple[SlotRecord, ...] = ()
     findings: tuple[Finding, ...] = ()
+    equalized: tuple[EqualizedValue, ...] = ()
+    unequalized: tuple[UnequalizedValue, ...] = ()
 
     def to_json(self) -> str:
         """Return strict JSON: words stand for numbers that JSON lacks."""

@@ -142,6 +142,46 @@ function fillChanges(changes) {
   byId("changes").replaceChildren(...parts);
 }
 
+function equalizedItem({ readers, parameters, strength, before, after }) {
+  const [was, is] = [before, after].map((ratio) =>
+    formatNumber(Number(Number(numeric(ratio)).toPrecision(3))),
+  );
+  const how = `with ${parameters.join(", ")}, strength ${formatNumber(numeric(strength))}`;
+  return element("li", "", [
+    element("div", "what", [element("p", "", readers.join(", ")), element("p", "", how)]),
+    element("p", "figure", `${was} \u2192 ${is}`),
+  ]);
+}
+
+function unequalizedItems(values) {
+  const byReason = new Map();
+  values.forEach(({ module, reason }) => {
+    byReason.set(reason, [...(byReason.get(reason) ?? []), module]);
+  });
+  return [...byReason].map(([reason, modules]) =>
+    element("li", "", `${modules.join(", ")}: ${reason}`),
+  );
+}
+
+function fillEqualized({ equalized, unequalized }) {
+  byId("equalized-section").hidden = !equalized.length && !unequalized.length;
+  const byRatio = (a, b) => numeric(b.before) - numeric(a.before);
+  const items = [...equalized].sort(byRatio).map(equalizedItem);
+  const parts = [element("ul", "changes", items.slice(0, FINDINGS))];
+  const rest = items.slice(FINDINGS);
+  if (rest.length) {
+    const summary = element("summary", "", `${formatCount(rest.length)} more`);
+    parts.push(element("details", "", [summary, element("ul", "changes", rest)]));
+  }
+  if (unequalized.length) {
+    const count = formatCount(unequalized.length);
+    const summary = element("summary", "", `${count} inputs could not be equalized`);
+    const reasons = element("ul", "", unequalizedItems(unequalized));
+    parts.push(element("details", "", [summary, reasons]));
+  }
+  byId("equalized").replaceChildren(...parts);
+}
+
 function findingItem({ severity, about, text }) {
   const lines = [element("p", "", text)];
   if (about) lines.unshift(element("p", "name", about));
@@ -496,6 +536,7 @@ function main() {
   fillSummary(report);
   fillFindings(report.findings);
   fillChanges(report.changes);
+  fillEqualized(report);
   fillStages(report.stages, report.tiers);
   fillOrigin(report);
   const kinds = kindsOf([...report.layers, ...report.slots].map(({ module }) => module));

@@ -91,6 +91,8 @@ def _summary(data: ReportData) -> str:
         "Time": "; ".join([duration(seconds), *data.tiers]),
         "Created": data.created,
     }
+    if data.equalized or data.unequalized:
+        facts["Equalized"] = _equalized_line(data)
     terms = "".join(f"<dt>{name}</dt><dd>{_escaped(text)}</dd>" for name, text in facts.items())
     return "\n".join(
         [
@@ -113,6 +115,18 @@ def _change_line(change: Change) -> str:
     parts = {"before": change.before, "after": change.after, "value": change.value}
     given = [f"{name} {number(part)}" for name, part in parts.items() if part is not None]
     return f"{change.name}: {', '.join(given) or number(None)}. {change.explanation}"
+
+
+def _equalized_line(data: ReportData) -> str:
+    line = f"{count(len(data.equalized))} values"
+    if data.equalized:
+        worst = max(data.equalized, key=lambda value: value.before)
+        line += (
+            f"; the largest channel of what {worst.readers[0]} reads was {number(worst.before)} "
+            f"times the median one, and is {number(worst.after)} times"
+        )
+    left = f"; {count(len(data.unequalized))} inputs could not be" if data.unequalized else ""
+    return line + left
 
 
 def _finding_line(finding: Finding) -> str:

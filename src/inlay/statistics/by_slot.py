@@ -30,6 +30,8 @@ class StatisticsBySlot:
         # Those of an earlier run; what an entry starts with when a graph first asks for it.
         self._stored: dict[str, Statistics] = {}
         self._of_all_ranks: dict[str, Statistics] | None = None
+        # What slots would have seen of values that equalization scales, once that is decided.
+        self.rescaled: dict[str, Statistics] = {}
 
     @property
     def is_final(self) -> bool:
@@ -68,7 +70,13 @@ class StatisticsBySlot:
         return self._sharing.get(slot.name, ())
 
     def of(self, slot: Slot) -> Statistics | None:
-        """What is known of a slot; over ranks that is what all have seen, once it is finalized."""
+        """What is known of a slot; over ranks that is what all have seen, once it is finalized.
+
+        If its value is equalized, this is what it would have seen of the scaled value.
+        """
+        return self.rescaled.get(slot.name) or self._gathered(slot)
+
+    def _gathered(self, slot: Slot) -> Statistics | None:
         for known in (self._of_all_ranks or {}, self._own, self._stored):
             if slot.name in known:
                 return known[slot.name]
@@ -98,7 +106,7 @@ class StatisticsBySlot:
         copies: dict[int, Statistics] = {}  # slots that share statistics share the copy
         found = {}
         for slot in self._gathering():
-            known = self.of(slot)
+            known = self._gathered(slot)
             if known is not None and not known.is_empty:
                 found[slot.name] = copies.setdefault(id(known), known.current())
         return found
@@ -119,6 +127,7 @@ class StatisticsBySlot:
     def forget_ranks(self) -> None:
         """Answer for this rank alone again, where the merged statistics were not usable."""
         self._of_all_ranks = None
+        self.rescaled = {}
 
     def restore(self, stored: Mapping[str, Statistics]) -> None:
         """Start from the statistics of an earlier run.
@@ -134,7 +143,7 @@ class StatisticsBySlot:
             problem = problem_with(stored[name], slot)
             if problem is None:
                 self._stored[name] = stored[name].for_slot(slot)
-            elif not slot.is_importance:  # a weight may be observed without
+            elif not slot.watches_input:  # a weight may be observed without
                 problems[name] = problem
         if problems:
             raise StatisticsError(
@@ -162,6 +171,7 @@ class StatisticsBySlot:
     def _gathering(self) -> Iterable[Slot]:
         yield from self.plan.activation_slots()
         yield from self.plan.importance_slots()
+        yield from self.plan.channel_slots()
 
 
 def _require_same_kind(known: Statistics, rule: Rule, specs: Sequence[TensorSpec] | None) -> None:

@@ -40,6 +40,7 @@ def finalize(
     *,
     accept: Collection[str] = (),
     progress: bool | None = None,
+    before: Callable[[], None] | None = None,
 ) -> dict[str, QParamsDict]:
     """Compute the qparams of all slots, and have the statistics keep them.
 
@@ -47,11 +48,14 @@ def finalize(
 
     :param weight_of: gives the weight of a weight slot
     :param accept: problems to accept instead of raising, of `ACCEPTABLE`
+    :param before: what else is decided by the statistics of all ranks, before the qparams are
     """
     accepted = known_words(accept)
     if statistics.qparams is None:
         statistics.merge_ranks()
         try:
+            if before is not None:
+                before()
             found = _Finalization(statistics, weight_of, accepted, progress).qparams()
         except Exception:
             statistics.forget_ranks()  # to be merged anew when it is asked again

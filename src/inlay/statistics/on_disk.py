@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ class StoredStatistics:
 
     :param recipe: the fields of the `QuantizationConfig`
     :param slots: by name; slots that share their statistics have the same tensors
+    :param groups: groups that can be equalized, as values that JSON keeps
     """
 
     recipe: Mapping[str, Any]
@@ -97,6 +98,7 @@ class StoredStatistics:
     model: str = ""
     data: str = ""
     data_seen: DataSeen = DataSeen()
+    groups: Sequence[Mapping[str, Any]] = ()
 
     def save(self, folder: str | Path) -> Path:
         """Write `statistics.safetensors` and, for people, `statistics.json`.
@@ -130,6 +132,7 @@ class StoredStatistics:
             "data": self.data,
             "data_seen": asdict(self.data_seen),
             "recipe": self.recipe,
+            "groups": list(self.groups),
             "slots": described,
         }
         text = json.dumps(content, indent=1)
@@ -177,6 +180,7 @@ class StoredStatistics:
             model=content["model"],
             data=content["data"],
             data_seen=DataSeen(**content["data_seen"]),
+            groups=content.get("groups", ()),
         )
 
     def merge(self, *others: "StoredStatistics") -> "StoredStatistics":
@@ -193,9 +197,11 @@ class StoredStatistics:
         if problems:
             raise StatisticsError("these statistics cannot be merged: " + "; ".join(problems))
         of = [run.data_seen for run in runs]
+        groups = {json.dumps(group): group for run in runs for group in run.groups}
         return replace(
             self,
             slots=merged,
+            groups=tuple(groups.values()),
             data=" and ".join(dict.fromkeys(run.data for run in runs if run.data)),
             data_seen=DataSeen(
                 batches=sum(p.batches for p in of),
@@ -209,8 +215,8 @@ class StoredStatistics:
 def problem_with(stored: Statistics, slot: Slot) -> str | None:
     """Why stored statistics do not carry the qparams of a slot, if they do not."""
     gathered, wanted = stored.slot.observer_class, slot.observer_class
-    if slot.is_importance and issubclass(gathered, wanted):
-        return None  # how much a channel matters does not depend on how the weight is quantized
+    if slot.watches_input and issubclass(gathered, wanted):
+        return None  # what is known of channels does not depend on how anything is quantized
     if not stored.is_complete:
         return f"{stored.slot.observer} keeps what it learns outside of tensors, and so not on disk"
     by, args = stored.slot.args, slot.args
@@ -234,7 +240,7 @@ def with_gathering_observers(recipe: Recipe, stored: Mapping[str, Statistics]) -
         for base_name, part in (("input", "input_activations"), ("output", "output_activations")):
             setattr(scheme, part, _as_gathered(getattr(scheme, part), base_name, stored))
     config.kv_cache_scheme = _as_gathered(config.kv_cache_scheme, "k", stored)
-    return Recipe(config)
+    return replace(recipe, config=config)
 
 
 def _as_gathered(

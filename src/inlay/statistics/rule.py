@@ -44,8 +44,10 @@ class Rule:
         self.name = slot.observer
         self.observer = slot.make_observer()
         kind = "attention" if slot.is_attention else slot.base_name.replace("output", "input")
-        self.key = (type(self.observer), kind, key_of(slot.args))
-        self.measures = _measures(type(self.observer), of_input=slot.is_importance)
+        # The ranges of channels do not depend on how the value is quantized.
+        form = "" if slot.is_channels else key_of(slot.args)
+        self.key = (type(self.observer), kind, form)
+        self.measures = _measures(type(self.observer), of_input=slot.watches_input)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rule) and self.key == other.key
@@ -57,7 +59,7 @@ class Rule:
     def leaves_out_padding(self) -> bool:
         """Whether the observer can leave padding out of a value in the shape that it has."""
         method = (
-            "observe_valid_input" if self.slot.is_importance else "update_statistics_from_valid"
+            "observe_valid_input" if self.slot.watches_input else "update_statistics_from_valid"
         )
         return getattr(type(self.observer), method) is not getattr(Observer, method)
 
@@ -132,7 +134,7 @@ class Rule:
     def measure(self, value: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         """Compute the statistics of a value alone, for a built-in observer."""
         assert isinstance(self.observer, MeasuringObserver)
-        if self.slot.is_importance:
+        if self.slot.watches_input:
             return self.observer.measure_input(value, valid)
         return self.observer.measure(self._flat(value), valid)
 
@@ -201,7 +203,7 @@ class Rule:
         )
 
     def _take_in(self, observer: Observer, value: torch.Tensor, valid: torch.Tensor | None) -> None:
-        if not self.slot.is_importance:
+        if not self.slot.watches_input:
             flat = self._flat(value)
             if valid is None:
                 observer.update_statistics_from_observed(flat)

@@ -14,7 +14,7 @@ from compressed_tensors.quantization import apply_quantization_config
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.errors import CheckError
+from inlay.errors import CheckError, ConfigurationError
 from inlay.observers import Observer
 from inlay.recipe import Plan, Recipe, Slot
 from inlay.statistics.functional import tensors_of
@@ -49,7 +49,13 @@ def check_calibration(
     :param compiler: the backend of `torch.compile` to check; one that rounds needs a tolerance
     :param tolerance: how far statistics may differ, relatively; by default not at all
     :raises CheckError: if anything differs, or a slot that hooks see is missed by the graph
+    :raises ConfigurationError: if the recipe equalizes, since what it is held against does not
     """
+    if recipe.equalize is not None:
+        raise ConfigurationError(
+            "the recipe equalizes, which changes weights, and a check holds the model against its "
+            "own; check the recipe without `equalize`"
+        )
     calibration = Calibration(model, recipe, compiler=compiler, count_padding=True, progress=False)
     torch.compiler.reset()
     with _hooked(model, calibration.plan) as hooked, torch.no_grad():

@@ -201,7 +201,7 @@ class _Keeper:
         if not found:
             return Run(model, recipe, **options)
         stored = StoredStatistics.load(self.folder)
-        if stored.recipe != recipe.config.model_dump(mode="json"):
+        if stored.recipe != recipe.fields:
             raise ConfigurationError(
                 f"{self.folder} was calibrated with another recipe; resume with the same one"
             )

@@ -44,7 +44,7 @@ def save(
     """
     if calibration.qparams is None:
         raise ConfigurationError("finalize the calibration before saving it")
-    model, statistics = calibration.model, calibration.statistics
+    model, statistics, recipe = calibration.model, calibration.statistics, calibration.recipe
     accept = statistics.accepted
     record = record or Record(model=model_name(model), data="")
     require_servable(statistics.plan, calibration.qparams, accept=accept)
@@ -56,16 +56,17 @@ def save(
                 partial,
                 model,
                 statistics.plan,
-                calibration.recipe,
+                recipe,
                 calibration.qparams,
                 tokenizer=tokenizer,
                 max_shard_size=max_shard_size,
                 accept=accept,
+                equalized=calibration.equalization.parameters,
                 progress=calibration.show_progress,
             )
             stored = calibration.stored(model=record.model, data=record.data)
             stored.save(partial / FOLDER_NAME)
-            write_atomically(partial / "recipe.yaml", recipe_text(calibration.recipe.config))
+            write_atomically(partial / "recipe.yaml", recipe_text(recipe.config, recipe.equalize))
         if report:
             with stages(_COMPARING):
                 comparison = compare(model, calibration, held_out)

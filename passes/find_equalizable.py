@@ -1,0 +1,78 @@
+"""Find values whose channels can be scaled without changing what the model computes."""
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from inlay.equalization.channels import LayoutError
+from inlay.equalization.ops import Refusal, weight_source
+from inlay.equalization.search import Search, uses_of_parameters
+from inlay.graph import (
+    Equalizable,
+    Pass,
+    PassResult,
+    Source,
+    annotate,
+    copy,
+    equalizable,
+    mark_equalizable,
+    require_whole,
+    slots_of,
+)
+from inlay.recipe import Plan
+
+__all__ = ["FindEqualizable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindEqualizable(Pass):
+    """Find groups: quantized readers of a value, and the parameters that it is computed from.
+
+    Before:                               After:
+        h = layer_norm(x, w, b)               h = layer_norm(x, w, b)
+        y = linear(h, v)  # fc.input          y = linear(h, v)  # fc.input, fc.channels
+        return y                              return y  # group: v's columns, w and b
+
+    If every producer is divided by a scale for each channel, and the columns of every reader's
+    weight are multiplied by it, the value that is read changes and nothing else does. The pass
+    walks back from the value through ops that commute with such a scale until parameters take it
+    up, then makes sure that nobody else reads what is scaled on the way. It writes the groups, and
+    the reason for each value that has none, on the output of the graph, and has the ranges of
+    channels observed where a group reads. It changes nothing if the recipe does not equalize.
+    """
+
+    plan: Plan
+
+    def requires(self, gm: GraphModule) -> None:
+        require_whole(gm)
+
+    def call(self, gm: GraphModule) -> PassResult:
+        gm = copy(gm)
+        if self.plan.recipe.equalize is None:
+            return PassResult(gm, False)
+        groups: list[Search] = []
+        refused: list[tuple[Source, str]] = []
+        grouped: set[Node] = set()
+        for node in gm.graph.nodes:
+            if node in grouped or "input" not in slots_of(node):
+                continue
+            search = Search(gm)
+            try:
+                search.run(node)
+            except (Refusal, LayoutError) as reason:
+                refused.append((weight_source(gm, node), str(reason)))
+                continue
+            groups.append(search)
+            grouped.update(search.readers)
+        found = Equalizable(
+            groups=tuple(search.found() for search in groups),
+            refused=tuple(refused),
+            uses=tuple(uses_of_parameters(gm, groups)),
+        )
+        modified = equalizable(gm) != found
+        mark_equalizable(gm, found)
+        for node in grouped:
+            slots = slots_of(node)
+            channels = slots["input"].channels
+            modified |= annotate(node, {**slots, channels.base_name: channels})
+        return PassResult(gm, modified)

@@ -1,0 +1,106 @@
+"""The groups of a model, collected from its graphs, as far as all uses of a parameter agree."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from inlay.equalization.group import Group, Producer
+from inlay.graph import Equalizable, FoundGroup, Lookup
+
+__all__ = ["CollectedGroups"]
+
+Named = Callable[[torch.Tensor | None], str | None]
+
+
+class CollectedGroups:
+    """Groups of a model, from all its graphs, and why there are no more.
+
+    A parameter is scaled only if all ops that use it are in the same group: a weight that is tied
+    or shared keeps its value if one of its uses could not make up for the scale.
+
+    :param parameter: names a parameter of the model
+    :param module: names the quantized module that has a weight
+    """
+
+    def __init__(self, parameter: Named, module: Named) -> None:
+        self._parameter, self._module = parameter, module
+        self._uses: dict[tuple[str, str], set[Group | None]] = {}
+        self._groups: dict[Group, None] = {}
+        self._refused: dict[str, str] = {}
+        self.weight_of: dict[str, str] = {}  # names of weights by names of readers
+
+    def add(self, found: Equalizable, lookup: Lookup) -> None:
+        """Take in what a graph says, for the parameters that it is called with."""
+        groups = [self._named(group, lookup) for group in found.groups]
+        self._groups.update(dict.fromkeys(group for group in groups if group is not None))
+        for source, reason in found.refused:
+            reader = self._module(lookup(source))
+            if reader is not None:
+                self._refused[reader] = reason
+        for use in found.uses:
+            name = self._parameter(lookup(use.source))
+            if name is not None:
+                group = None if use.group is None else groups[use.group]
+                self._uses.setdefault((name, use.role), set()).add(group)
+
+    def restore(self, groups: Iterable[Group], weight_of: Callable[[str], str]) -> None:
+        """Take in groups of an earlier run of the same model."""
+        for group in groups:
+            self._groups[group] = None
+            for reader in group.readers:
+                self.weight_of[reader] = weight_of(reader)
+                self._uses.setdefault((weight_of(reader), "columns"), set()).add(group)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups that can be equalized."""
+        return [group for group in self._groups if group not in self._disagreeing()]
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why inputs of modules cannot be equalized, by module."""
+        at_odds = {
+            reader: reason
+            for group, reason in self._disagreeing().items()
+            for reader in group.readers
+        }
+        equalized = {reader for group in self.groups for reader in group.readers}
+        both = {**self._refused, **at_odds}
+        return {reader: reason for reader, reason in both.items() if reader not in equalized}
+
+    def _named(self, found: FoundGroup, lookup: Lookup) -> Group | None:
+        readers, producers = [], []
+        for source in found.readers:
+            weight = lookup(source)
+            reader, name = self._module(weight), self._parameter(weight)
+            if reader is None or name is None:
+                return None
+            readers.append(reader)
+            self.weight_of[reader] = name
+        for producer in found.producers:
+            name = self._parameter(lookup(producer.source))
+            if name is None:
+                for reader in readers:
+                    self._refused[reader] = "it is computed with a tensor that is no parameter"
+                return None
+            producers.append(Producer(parameter=name, axes=producer.axes, offset=producer.offset))
+        return Group(
+            readers=tuple(dict.fromkeys(readers)),
+            producers=tuple(dict.fromkeys(producers)),
+            shape=found.shape,
+            tied=found.tied,
+        )
+
+    def _disagreeing(self) -> dict[Group, str]:
+        """Groups with a parameter that something else uses otherwise, each with the reason."""
+        out: dict[Group, str] = {}
+        others = {name for name, role in self._uses if role == "other"}
+        while True:
+            known = len(out)
+            for (name, _), users in self._uses.items():
+                left = {None if group in out else group for group in users}
+                if name in others or len(left) > 1:
+                    reason = f"{name} is also used where it cannot be scaled alike"
+                    out.update({group: reason for group in left if group is not None})
+            if len(out) == known:
+                return out

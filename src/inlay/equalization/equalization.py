@@ -1,0 +1,191 @@
+"""Equalization of a model: its groups, the scales that statistics ask for, and what follows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import nn
+
+from inlay.equalization.collected import CollectedGroups
+from inlay.equalization.group import Group
+from inlay.equalization.parameters import EqualizedParameters
+from inlay.equalization.scales import Reader, scales_of
+from inlay.errors import StatisticsError
+from inlay.recipe import Plan, Slot
+from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.statistics.on_disk import StoredStatistics
+from inlay.statistics.value import Statistics, measure
+
+__all__ = ["Equalization", "EqualizedGroup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualizedGroup:
+    """What equalization did to a group.
+
+    :param before: how many times larger its largest channel was than the median one
+    :param after: the same for the scaled channels
+    """
+
+    group: Group
+    strength: float
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return (
+            f"equalized with strength {self.strength:g}; the largest channel was "
+            f"{self.before:.1f} times the median one, and is {self.after:.1f} times"
+        )
+
+
+class Equalization:
+    """The groups of a model, and its parameters once these are scaled."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.plan = plan
+        self.parameters = EqualizedParameters(model)
+        self.collected = CollectedGroups(
+            self.parameters.name_of, lambda weight: plan.owner(weight, "linear")
+        )
+        self.done: tuple[EqualizedGroup, ...] = ()
+
+    def restore(self, stored: StoredStatistics, model: nn.Module) -> None:
+        """Take in the groups of stored statistics.
+
+        :raises StatisticsError: if they were gathered without the ranges of channels
+        """
+        if self.plan.recipe.equalize is None:
+            return
+        if "equalize" not in stored.recipe:
+            raise StatisticsError(
+                "the stored statistics hold no ranges of channels, which equalize needs; calibrate "
+                "again with data and equalize, of any strength"
+            )
+
+        def weight_of(reader: str) -> str:
+            name = self.parameters.name_of(model.get_parameter(f"{reader}.weight"))
+            assert name is not None
+            return name
+
+        self.collected.restore(map(Group.from_plain, stored.groups), weight_of)
+
+    def stored(self) -> tuple[dict[str, Any], ...]:
+        """The groups, to be kept on disk."""
+        return tuple(group.to_plain() for group in self.collected.groups)
+
+    def described(self) -> list[str]:
+        """Say what is equalized and what is not, and why, a line for each value."""
+        if self.plan.recipe.equalize is None:
+            return []
+        known = {each.group: each for each in self.done}
+        lines = []
+        for group in self.collected.groups:
+            scaled = ", ".join(producer.parameter for producer in group.producers)
+            line = f"{', '.join(group.readers)}: channels can be equalized, in {scaled}"
+            if group in known:
+                line = f"{', '.join(group.readers)}: {known[group]}, in {scaled}"
+            lines.append(line)
+        lines += [f"{reader}: not equalized: {reason}" for reader, reason in self.refused.items()]
+        return lines
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why the inputs of modules are not equalized, by module."""
+        return self.collected.refused
+
+    def apply(self, statistics: StatisticsBySlot, weight_of: Callable[[str], torch.Tensor]) -> None:
+        """Choose scales, have parameters scaled, and say what the slots would have seen.
+
+        :param weight_of: gives the weight of a module as the model has it
+        """
+        strength = self.plan.recipe.equalize
+        if strength is None:
+            return
+        scales: dict[Group, torch.Tensor] = {}
+        rescaled: dict[str, Statistics] = {}
+        done = []
+        for group in self.collected.groups:
+            ranges = _ranges(group, statistics)
+            if ranges is None:
+                continue
+            low, high = ranges
+            readers = [self._reader(name, weight_of(name)) for name in group.readers]
+            found = scales_of(group, low, high, readers, strength)
+            scales[group] = found.values
+            rescaled.update(self._rescaled(group, statistics, low, high, found.values))
+            sizes = torch.maximum(low.abs(), high.abs())
+            done.append(
+                EqualizedGroup(
+                    group=group,
+                    strength=found.strength,
+                    before=_unevenness(sizes),
+                    after=_unevenness(sizes / found.values.to(sizes)),
+                )
+            )
+        self.parameters.scale(scales, self.collected.weight_of)
+        statistics.rescaled = rescaled
+        self.done = tuple(done)
+
+    def _reader(self, name: str, weight: torch.Tensor) -> Reader:
+        slots = self.plan.of_module(name)
+        return Reader(
+            weight=weight,
+            weight_steps=_steps(slots["weight"].args) if "weight" in slots else None,
+            input_steps=_steps(slots["input"].args),
+        )
+
+    def _rescaled(
+        self,
+        group: Group,
+        statistics: StatisticsBySlot,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> dict[str, Statistics]:
+        """What the slots of a group's readers would have seen of the scaled value."""
+        found: dict[str, Statistics] = {}
+        # The range of a value with these two rows is that of all rows.
+        extremes = torch.stack([low, high]) / scales.to(low)
+        for reader in group.readers:
+            slots = self.plan.of_module(reader)
+            if slots["input"].is_observed:
+                found[slots["input"].name] = _after(slots["input"], statistics, extremes)
+            importance = slots["weight"].importance if "weight" in slots else None
+            known = None if importance is None else statistics.of(importance)
+            if importance is not None and known is not None and not known.is_empty:
+                sums = known.tensors["_imatrix_sum"] / scales.to(known.tensors["_imatrix_sum"]) ** 2
+                found[importance.name] = replace(
+                    known, tensors={**known.tensors, "_imatrix_sum": sums}
+                )
+        return found
+
+
+def _ranges(group: Group, statistics: StatisticsBySlot) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The smallest and largest value of each channel that any reader saw; None without data."""
+    plan = statistics.plan
+    seen = [statistics.of(plan.of_module(name)["input"].channels) for name in group.readers]
+    known = [each for each in seen if each is not None and not each.is_empty]
+    if len(known) < len(seen):
+        return None
+    low = torch.stack([each.tensors["min_vals"] for each in known]).amin(0)
+    high = torch.stack([each.tensors["max_vals"] for each in known]).amax(0)
+    return (low, high) if bool(low.isfinite().all() & high.isfinite().all()) else None
+
+
+def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> Statistics:
+    """The statistics of a slot, had it seen the scaled value."""
+    known = statistics.of(slot)
+    found = measure(slot, extremes)
+    return found if known is None else replace(found, seen=known.seen, tokens=known.tokens)
+
+
+def _steps(args: QuantizationArgs) -> int:
+    return int(2**args.num_bits - 1)
+
+
+def _unevenness(sizes: torch.Tensor) -> float:
+    middle = float(sizes.median())
+    return float(sizes.amax()) / middle if middle else float("inf")

@@ -1,0 +1,84 @@
+"""Groups: readers of one value, and the parameters that take up a scale for each channel of it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Group", "Producer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Producer:
+    """A parameter that is divided by the scales: rows of a weight, or a vector such as a bias.
+
+    :param parameter: its name in the model
+    :param axes: axes of the group's channels along it, outermost first
+    :param offset: what the model adds to the parameter before using it, such as 1 in Gemma's norm
+    """
+
+    parameter: str
+    axes: tuple[int, ...]
+    offset: float = 0.0
+
+    def divided(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the parameter divided by scales along its first dimension."""
+        along = scale.reshape(-1, *[1] * (value.dim() - 1))
+        return (value + self.offset) / along - self.offset if self.offset else value / along
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Linear modules that read one value, and the parameters that it is computed from.
+
+    Dividing the producers by a positive scale for each channel, and multiplying the columns of the
+    readers' weights by it, changes the value that is read and nothing else.
+
+    :param readers: names of the modules
+    :param shape: the channels as axes: heads, repeats of a head and the channels of one, say
+    :param tied: axes along which all channels have the same scale
+    """
+
+    readers: tuple[str, ...]
+    producers: tuple[Producer, ...]
+    shape: tuple[int, ...]
+    tied: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.readers[0]
+
+    def tie(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the largest value among the channels that have one scale, for each channel."""
+        if not self.tied:
+            return values
+        shaped = values.reshape(self.shape)
+        return shaped.amax(self.tied, keepdim=True).expand(self.shape).reshape(-1)
+
+    def scale_of(self, producer: Producer, scale: torch.Tensor) -> torch.Tensor:
+        """Return the scales in the order in which the producer has its channels."""
+        others = [axis for axis in range(len(self.shape)) if axis not in producer.axes]
+        shaped = scale.reshape(self.shape).permute(*producer.axes, *others)
+        return shaped.flatten(len(producer.axes))[..., 0].flatten() if others else shaped.flatten()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the group as values that JSON keeps."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> "Group":
+        """Read a group that `to_plain` returned, from JSON or not."""
+        return cls(
+            readers=tuple(fields["readers"]),
+            producers=tuple(
+                Producer(
+                    parameter=producer["parameter"],
+                    axes=tuple(producer["axes"]),
+                    offset=producer["offset"],
+                )
+                for producer in fields["producers"]
+            ),
+            shape=tuple(fields["shape"]),
+            tied=tuple(fields["tied"]),
+        )

@@ -1,0 +1,89 @@
+"""The parameters of a model as equalization leaves them, in copies of its own."""
+
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from inlay.equalization.group import Group, Producer
+from inlay.errors import StatisticsError
+
+__all__ = ["EqualizedParameters"]
+
+_Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class EqualizedParameters:
+    """The parameters of a model by identity, and copies of those that groups scale.
+
+    Parameters are referred to weakly: compiled code may outlive the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._by_name: dict[str, weakref.ref[torch.Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            self._names[parameter] = name
+            self._by_name[name] = weakref.ref(parameter)
+        self._changes: dict[str, list[_Change]] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def name_of(self, tensor: torch.Tensor | None) -> str | None:
+        """Return the first name that a parameter has in the model; None for other tensors."""
+        known: Mapping[torch.Tensor, str] = self._names
+        return None if tensor is None else known.get(tensor)
+
+    def scale(self, groups: Mapping[Group, torch.Tensor], weight_of: Mapping[str, str]) -> None:
+        """Have groups scaled from now on.
+
+        :param groups: the scale of each channel, by group
+        :param weight_of: names of weights by names of readers
+        """
+        self._changes.clear()
+        self._copies.clear()
+        for group, scale in groups.items():
+            for weight in dict.fromkeys(weight_of[reader] for reader in group.readers):
+                self._changes.setdefault(weight, []).append(_times_columns(scale))
+            for producer in group.producers:
+                own = group.scale_of(producer, scale)
+                self._changes.setdefault(producer.parameter, []).append(_divided(producer, own))
+
+    @property
+    def changed(self) -> frozenset[str]:
+        """Names of the parameters that are scaled."""
+        return frozenset(self._changes)
+
+    def is_changed(self, tensor: object) -> bool:
+        return isinstance(tensor, torch.Tensor) and self.name_of(tensor) in self._changes
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the equalized copy of a parameter, or the parameter if nothing scales it."""
+        name = self.name_of(parameter)
+        if name is None or name not in self._changes:
+            return parameter
+        if name not in self._copies:
+            self._copies[name] = self._scaled(parameter.detach(), self._changes[name])
+        return self._copies[name]
+
+    def named(self, name: str) -> torch.Tensor:
+        """Return the equalized copy of the parameter of that name."""
+        parameter = self._by_name[name]()
+        if parameter is None:
+            raise StatisticsError(f"the model is gone, and with it {name}")
+        return self.of(parameter)
+
+    def _scaled(self, value: torch.Tensor, changes: list[_Change]) -> torch.Tensor:
+        wide = value.to(torch.promote_types(value.dtype, torch.float32))
+        for change in changes:
+            wide = change(wide)
+        return wide.to(value.dtype)
+
+
+def _times_columns(scale: torch.Tensor) -> _Change:
+    return lambda weight: weight * scale.to(weight)
+
+
+def _divided(producer: Producer, scale: torch.Tensor) -> _Change:
+    return lambda value: producer.divided(value, scale.to(value))

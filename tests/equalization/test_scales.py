@@ -1,0 +1,89 @@
+"""Scales of channels, from ranges and weights alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inlay.equalization.group import Group, Producer
+from inlay.equalization.scales import Reader, scales_of
+
+CHANNELS = 12
+sizes = st.lists(st.floats(0.01, 100), min_size=CHANNELS, max_size=CHANNELS).map(
+    lambda values: torch.tensor(values, dtype=torch.float64)
+)
+groups = st.sampled_from(
+    [
+        Group(readers=("a",), producers=(), shape=(CHANNELS,)),
+        Group(readers=("a",), producers=(), shape=(3, 2, 2), tied=(1,)),
+    ]
+)
+
+
+def reader(weight: torch.Tensor) -> Reader:
+    return Reader(weight=weight, weight_steps=255, input_steps=255)
+
+
+def weight(columns: torch.Tensor) -> torch.Tensor:
+    return torch.stack([columns, -0.5 * columns])
+
+
+@given(group=groups, high=sizes, columns=sizes, strength=st.floats(0, 1))
+def test_equalizing_again_with_the_same_strength_changes_nothing(
+    group: Group, high: torch.Tensor, columns: torch.Tensor, strength: float
+) -> None:
+    first = scales_of(group, -high / 2, high, [reader(weight(columns))], strength).values
+    again = [reader(weight(columns) * first)]
+    second = scales_of(group, -high / first / 2, high / first, again, strength).values
+    torch.testing.assert_close(second, torch.ones_like(second), rtol=1e-9, atol=0)
+
+
+@given(group=groups, high=sizes, columns=sizes)
+def test_what_the_ends_of_the_scale_mean(
+    group: Group, high: torch.Tensor, columns: torch.Tensor
+) -> None:
+    readers = [reader(weight(columns))]
+    all_of_it = scales_of(group, -high, high, readers, 1.0).values
+    torch.testing.assert_close(group.tie(high) / all_of_it, torch.ones_like(high))
+    none_of_it = scales_of(group, -high, high, readers, 0.0).values
+    torch.testing.assert_close(group.tie(columns) * none_of_it, torch.ones_like(high))
+
+
+@given(high=sizes, columns=sizes)
+def test_tied_channels_have_one_scale(high: torch.Tensor, columns: torch.Tensor) -> None:
+    producer = Producer(parameter="v", axes=(0, 2))
+    group = Group(readers=("a",), producers=(producer,), shape=(3, 2, 2), tied=(1,))
+    found = scales_of(group, -high, high, [reader(weight(columns))], 0.6).values.reshape(3, 2, 2)
+    assert torch.equal(found[:, 0], found[:, 1])
+    assert torch.equal(group.scale_of(producer, found.flatten()), found[:, 0].flatten())
+
+
+@given(high=sizes, columns=sizes, outlier=st.integers(0, CHANNELS - 1))
+def test_auto_brings_down_outliers(high: torch.Tensor, columns: torch.Tensor, outlier: int) -> None:
+    group = Group(readers=("a",), producers=(), shape=(CHANNELS,))
+    high[outlier] = 1e4
+    found = scales_of(group, -high, high, [reader(weight(columns))], "auto")
+    assert 0.5 <= found.strength <= 0.8
+    assert (high / found.values).amax() / (
+        high / found.values
+    ).median() < high.amax() / high.median()
+
+
+def test_channels_that_are_always_zero_keep_scales_finite() -> None:
+    group = Group(readers=("a",), producers=(), shape=(3,))
+    zero, columns = torch.zeros(3), torch.tensor([[0.0, 1.0, 2.0]])
+    for strength in (0.0, 0.5, 1.0, "auto"):
+        for high in (zero, torch.tensor([0.0, 1.0, 5.0])):
+            found = scales_of(group, -high, high, [reader(columns)], strength).values
+            assert found.isfinite().all()
+            assert (found > 0).all()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_groups_go_through_json(offset: float) -> None:
+    group = Group(
+        readers=("a", "b"),
+        producers=(Producer(parameter="norm.weight", axes=(0,), offset=offset),),
+        shape=(4,),
+    )
+    assert Group.from_plain(group.to_plain()) == group
