@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -57,6 +57,18 @@ class Entry:
 def have_ranks() -> bool:
     """Whether there is a process group to merge over."""
     return dist.is_available() and dist.is_initialized()
+
+
+_T = TypeVar("_T")
+
+
+def from_all_ranks(value: _T) -> list[_T]:
+    """What all ranks have to say, in the order of ranks; every rank calls it. For small things."""
+    if not have_ranks():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def start_merging(entries: Sequence[Entry]) -> list[dist.Work]:

@@ -28,13 +28,17 @@ def without(result: object) -> object:
     return result
 
 
-@pytest.mark.parametrize("observer", ["static_minmax", "histogram"])
-@pytest.mark.parametrize("counts", [(1, 2), (3, 0)], ids=["both have data", "one has none"])
-def test_saved_statistics_are_those_of_one_process(ranks, observer: str, counts) -> None:
+@pytest.mark.parametrize(
+    ("observer", "equalize"), [("static_minmax", None), ("histogram", None), ("static_minmax", 0.7)]
+)
+@pytest.mark.parametrize("counts", [(1, 2), (0, 3)], ids=["both have data", "one has none"])
+def test_saved_statistics_are_those_of_one_process(ranks, observer: str, equalize, counts) -> None:
     parts = [batches(count, seed) for seed, count in enumerate(counts)]
-    results = ranks.run(on_rank.calibrate, [(observer, part) for part in parts])
-    alone = on_rank.calibrate((observer, [batch for part in parts for batch in part]))
+    results = ranks.run(on_rank.calibrate, [(observer, part, equalize) for part in parts])
+    alone = on_rank.calibrate((observer, [batch for part in parts for batch in part], equalize))
+    assert len(alone["equalized"]) == (equalize is not None)
     for found in map(without, results):
+        assert found["equalized"] == alone["equalized"]
         assert found["scales"].keys() == alone["scales"].keys()
         for name, scale in alone["scales"].items():
             np.testing.assert_array_equal(found["scales"][name], scale)
@@ -49,8 +53,12 @@ def test_saved_statistics_are_those_of_one_process(ranks, observer: str, counts)
 
 def test_an_average_weighs_ranks_by_what_they_saw(ranks) -> None:
     parts = [batches(1, 0), batches(2, 1)]
-    one, other = map(without, ranks.run(on_rank.calibrate, [("minmax", part) for part in parts]))
-    apart = [on_rank.calibrate(("minmax", part))["stored"]["0.input"]["max_vals"] for part in parts]
+    one, other = map(
+        without, ranks.run(on_rank.calibrate, [("minmax", part, None) for part in parts])
+    )
+    apart = [
+        on_rank.calibrate(("minmax", part, None))["stored"]["0.input"]["max_vals"] for part in parts
+    ]
     for found in (one, other):
         expected = (apart[0] + 2 * apart[1]) / 3
         np.testing.assert_allclose(found["stored"]["0.input"]["max_vals"], expected, rtol=1e-6)

@@ -140,14 +140,16 @@ def two_layers() -> torch.nn.Module:
     )
 
 
-def calibrate(argument: tuple[str, Batches]) -> dict[str, Any]:
+def calibrate(argument: tuple[str, Batches, float | None]) -> dict[str, Any]:
     """Calibrate on the batches of this rank; what is stored afterwards, and the scales."""
     from inlay import Calibration, Recipe
     from inlay.statistics.on_disk import DataSeen
 
-    observer, batches = argument
+    observer, batches, equalize = argument
     weights = {"observer": "imatrix_mse", "observer_kwargs": {"strict": True}}
-    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": observer}, weights=weights)
+    recipe = Recipe.from_preset(
+        "W8A8_STATIC", inputs={"observer": observer}, weights=weights, equalize=equalize
+    )
     calibration = Calibration(two_layers(), recipe, compiler="eager")
     for batch in batches:
         calibration.observe(torch.from_numpy(batch))
@@ -156,6 +158,7 @@ def calibrate(argument: tuple[str, Batches]) -> dict[str, Any]:
     stored = calibration.stored()
     return {
         "scales": {name: values["scale"].numpy() for name, values in qparams.items()},
+        "equalized": [str(each) for each in calibration.equalization.done],
         "stored": {
             name: {key: tensor.numpy() for key, tensor in known.tensors.items()}
             | {"seen": int(known.seen), "tokens": int(known.tokens)}

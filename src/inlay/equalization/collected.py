@@ -51,6 +51,11 @@ class CollectedGroups:
                 self.weight_of[reader] = weight_of(reader)
                 self._uses.setdefault((weight_of(reader), "columns"), set()).add(group)
 
+    def agree_on(self, groups: Iterable[Group], weight_of: Callable[[str], str]) -> None:
+        """Keep these groups and no others, in this order: it decides how scales are rounded."""
+        self._groups.clear()
+        self.restore(groups, weight_of)
+
     @property
     def groups(self) -> list[Group]:
         """The groups that can be equalized."""

@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
+from inlay.collectives import from_all_ranks
 from inlay.equalization.collected import CollectedGroups
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
@@ -65,12 +66,15 @@ class Equalization:
                 "again with data and equalize, of any strength"
             )
 
-        def weight_of(reader: str) -> str:
-            name = self.parameters.name_of(model.get_parameter(f"{reader}.weight"))
-            assert name is not None
-            return name
+        self.collected.restore(
+            map(Group.from_plain, stored.groups),
+            lambda reader: self._name_of(model.get_parameter(f"{reader}.weight")),
+        )
 
-        self.collected.restore(map(Group.from_plain, stored.groups), weight_of)
+    def _name_of(self, weight: torch.Tensor) -> str:
+        name = self.parameters.name_of(weight)
+        assert name is not None, "a weight that is read is a parameter"
+        return name
 
     def stored(self) -> tuple[dict[str, Any], ...]:
         """The groups, to be kept on disk."""
@@ -104,6 +108,7 @@ class Equalization:
         strength = self.plan.recipe.equalize
         if strength is None:
             return
+        self._agree_over_ranks(weight_of)
         scales: dict[Group, torch.Tensor] = {}
         rescaled: dict[str, Statistics] = {}
         done = []
@@ -128,6 +133,16 @@ class Equalization:
         self.parameters.scale(scales, self.collected.weight_of)
         statistics.rescaled = rescaled
         self.done = tuple(done)
+
+    def _agree_over_ranks(self, weight_of: Callable[[str], torch.Tensor]) -> None:
+        """Equalize on all ranks what each rank with data would.
+
+        A rank without data has traced nothing, and knows of no groups.
+        """
+        of_ranks = [groups for groups in from_all_ranks(self.collected.groups) if groups]
+        if of_ranks:
+            agreed = [group for group in of_ranks[0] if all(group in each for each in of_ranks)]
+            self.collected.agree_on(agreed, lambda reader: self._name_of(weight_of(reader)))
 
     def _reader(self, name: str, weight: torch.Tensor) -> Reader:
         slots = self.plan.of_module(name)
