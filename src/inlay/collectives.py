@@ -17,7 +17,7 @@ from torch import distributed as dist
 from inlay.errors import StatisticsError
 from inlay.reductions import Reduction
 
-__all__ = ["Entry", "have_ranks", "start_merging"]
+__all__ = ["Entry", "from_all_ranks", "have_ranks", "start_merging"]
 
 _MAX_RANK = 8
 _ABSENT = torch.iinfo(torch.int64).min + 1  # negation keeps it in range

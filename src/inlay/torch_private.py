@@ -26,6 +26,7 @@ __all__ = [
     "compiler_cache_folder",
     "compiler_named",
     "compiling_in",
+    "counting_guards_of_code",
     "fake_mode_of",
     "graph_break_errors",
     "inductor_settings",
@@ -221,6 +222,22 @@ def lost_guards(mode: FakeTensorMode | None) -> int:
     """
     shapes = None if mode is None else mode.shape_env
     return 0 if shapes is None else int(shapes.counter["ignored_backward_guard"])
+
+
+@contextmanager
+def counting_guards_of_code(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Keep the cache of fake tensors from asking about sizes on its own account.
+
+    torch 2.1; `lost_guards` would count what it asks, though no code depends on the answer.
+    """
+    if mode is None:
+        yield
+        return
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:

@@ -118,7 +118,7 @@ def test_decisions_are_said(clock: Clock, tmp_path: Path) -> None:
     run(many, forecast, 1)
     assert many.is_compiled
     assert many.calls == 10  # in the middle of the first batch
-    assert "compiled after 3 calls" in str(many)
+    assert "compiled after 5 calls" in str(many)
     assert "a batch runs 10 times" in str(many)
 
 
@@ -243,8 +243,8 @@ def test_statistics_do_not_depend_on_the_tier(
 def test_auto_says_what_it_does(clock: Clock) -> None:
     model = torch.nn.Sequential(linear(), torch.nn.ReLU(), linear(seed=1))
     calibration = Calibration(model, MSE)
-    calibration.expect(4)
-    for index in range(4):
+    calibration.expect(6)
+    for index in range(6):
         calibration.observe(torch.randn(5, 4, generator=torch.Generator().manual_seed(index)))
     assert calibration.tier == "op by op"
     assert calibration.tiers

@@ -19,6 +19,7 @@ from inlay.torch_private import (
     allow_real_tensors,
     compiler_named,
     compiling_in,
+    counting_guards_of_code,
     fake_mode_of,
     lost_guards,
 )
@@ -129,7 +130,8 @@ class Backend:
         """Compile when Dynamo is done, and checks the sizes it knew to matter and no others."""
         mode = fake_mode_of(*inputs)
         known = lost_guards(mode)
-        compiled = self._compile("inductor", gm, inputs)
+        with counting_guards_of_code(mode):
+            compiled = self._compile("inductor", gm, inputs)
         if lost_guards(mode) > known:
             raise GraphError("the code would be right for some sizes of the batch only")
         return compiled

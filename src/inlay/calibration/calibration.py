@@ -15,12 +15,11 @@ from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.blocks import Blocks
 from inlay.calibration.compiled_graph import CompiledGraph
-from inlay.calibration.explain import explain
-from inlay.calibration.padding import padding_problem
+from inlay.calibration.explain import explain, padding_problem
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.rerun import Rerun
 from inlay.calibration.tiers import Forecast, Tier
-from inlay.calibration.tracing import Enclosed, first_that_traces, on_trial, without_cache
+from inlay.calibration.tracing import Enclosed, by_name, first_that_traces, on_trial, without_cache
 from inlay.calibration.weights import Weights
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
@@ -130,8 +129,9 @@ class Calibration:
     def _run_graphs(self, *args: Any, **kwargs: Any) -> Any:
         if self._graphs_run is None:
             self._graphs_run = self._compile_for_statistics()
+        args, given = by_name(self.model, args, without_cache(self.model, kwargs))
         with torch.no_grad(), recompile_without_limit():
-            return self._graphs_run(*args, **without_cache(self.model, kwargs))
+            return self._graphs_run(*args, **given)
 
     def expect(self, batches: int) -> None:
         """Say how many more batches are to come, so that nothing is compiled for too few."""

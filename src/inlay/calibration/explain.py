@@ -1,6 +1,7 @@
 """Say in words what is observed, and print graphs so that a person can read them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.graph import EnclosedSlot, enclosed_slots, format_graph, inputs_of, tensor_of
@@ -8,7 +9,7 @@ from inlay.nodes.observe import Observe
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 
-__all__ = ["explain"]
+__all__ = ["explain", "padding_problem"]
 
 
 def explain(
@@ -31,7 +32,7 @@ def explain(
     opaque = {
         f"{observe.rule.name} runs outside the compiled graph: {observe.reason}"
         for graph in graphs
-        for observe in _observers(graph)
+        for observe in (node.target for node in _observing(graph))
         if observe.reason is not None
     }
     phase = "finalized" if statistics.is_final else "calibrating"
@@ -51,11 +52,30 @@ def explain(
     return "\n\n".join(parts)
 
 
-def _observers(graph: CompiledGraph) -> Iterable[Observe]:
+def padding_problem(graphs: Iterable[CompiledGraph]) -> str | None:
+    """Say why graphs that observe would count the padding of batches, if they would."""
+    nodes = [node for graph in graphs for node in _observing(graph)]
+    unable = {
+        node.target.rule.name
+        for node in nodes
+        if not node.target.is_opaque and not node.target.rule.leaves_out_padding
+    }
+    if unable:
+        return (
+            f"which {', '.join(sorted(unable))} cannot leave out: it has no method "
+            "update_statistics_from_valid"
+        )
+    if nodes and not any("mask" in node.kwargs for node in nodes):
+        return "and the model reads no attention_mask that would tell it from data"
+    return None
+
+
+def _observing(graph: CompiledGraph) -> Iterator[Any]:
+    """Yield the nodes whose targets are `Observe`."""
     for variant in graph.variants.values():
         for node in variant.graph_module.graph.nodes:
             if isinstance(node.target, Observe):
-                yield node.target
+                yield node
 
 
 def _enclosed(statistics: StatisticsBySlot, graph: CompiledGraph) -> Iterable[EnclosedSlot]:

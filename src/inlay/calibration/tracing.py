@@ -12,7 +12,15 @@ from inlay.torch_private import graph_break_errors
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
 
-__all__ = ["Enclosed", "KeepsError", "first_that_traces", "left_alone", "on_trial", "without_cache"]
+__all__ = [
+    "Enclosed",
+    "KeepsError",
+    "by_name",
+    "first_that_traces",
+    "left_alone",
+    "on_trial",
+    "without_cache",
+]
 
 
 class _ResistsError(Exception):
@@ -46,6 +54,20 @@ def without_cache(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, An
     if "use_cache" in batch or "use_cache" not in inspect.signature(model.forward).parameters:
         return batch
     return {**batch, "use_cache": False}
+
+
+def by_name(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments of a batch, each with its name where the model gives it one.
+
+    Attention masks are known by their names, which positional arguments of `Enclosed` have not.
+    """
+    parameters = list(inspect.signature(model.forward).parameters.values())[: len(args)]
+    named = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if len(named) < len(args):
+        return args, kwargs
+    return (), {**dict(zip(named, args, strict=True)), **kwargs}
 
 
 def first_that_traces(ways: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
