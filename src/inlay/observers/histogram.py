@@ -1,9 +1,10 @@
 """The histogram observer, which counts values first and chooses the range later."""
 
 import contextlib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, groupby, islice
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -33,6 +34,7 @@ _EXTREMES = ("min_vals", "max_vals")
 # Bins of histograms that are searched together: 16 MiB of counts, and a few times as much for what
 # is made of them. These are 64 tensors by default; more at once would not be faster.
 _BINS_TOGETHER = 2**21
+_Answer: TypeAlias = QParamsDict | StatisticsError
 _ACTIVATION = (QuantizationStrategy.TENSOR,)
 _ATTENTION = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 
@@ -111,12 +113,11 @@ class HistogramObserver(StaticMinMaxObserver):
         cls, observers: Iterable[Observer]
     ) -> Iterator[QParamsDict | StatisticsError]:
         """Compute the qparams of several observers, searching those together that are alike."""
-        for kind, alike in itertools.groupby(observers, _kind_of):
+        for kind, alike in groupby(observers, _kind_of):
             if kind is None or cls is not HistogramObserver:  # a subclass may choose otherwise
                 yield from super().get_qparams_of(alike)
                 continue
-            while members := list(itertools.islice(alike, kind.together)):
-                yield from _qparams_together(members)
+            yield from _side_by_side(_qparams_together, alike, kind.together)
 
     @torch.no_grad()
     def requantize(self, args: QuantizationArgs | None = None, **settings: Any) -> QParamsDict:
@@ -191,6 +192,22 @@ def _qparams_together(observers: Sequence[Any]) -> list[QParamsDict | Statistics
             except StatisticsError as error:
                 found[index] = error
     return [found[index] for index in range(len(observers))]
+
+
+def _side_by_side(
+    function: Callable[[list[Observer]], list[_Answer]], observers: Iterator[Observer], size: int
+) -> Iterator[_Answer]:
+    """Yield what the function says of each observer, computing as many parts as there are threads.
+
+    Only these parts are taken from the observers at a time: their histograms may be many.
+    """
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            while parts := [part for _ in range(threads) if (part := [*islice(observers, size)])]:
+                yield from chain.from_iterable(pool.map(function, parts))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager
