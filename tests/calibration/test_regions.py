@@ -222,6 +222,7 @@ class Stack(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "block", [Block, Derived, InPlace, Broken, Indexed, Keeping, Growing, Late]
