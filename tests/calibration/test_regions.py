@@ -10,6 +10,7 @@ from torch import nn
 
 from inlay import Calibration, Recipe
 from inlay.calibration.blocks import Blocks
+from inlay.errors import GraphError
 from inlay.evaluation.compare import compare
 from inlay.nodes.call_region import CallRegion
 
@@ -248,6 +249,24 @@ def test_blocks_of_all_sorts(block: type[Block], tied: bool, one_by_one: Any) ->
     assert kept == [{"index"} | ({"kept"} if block is Keeping else set())] * 3
     if block is Keeping:
         assert torch.equal(model.blocks[0].kept, x[-1].sum())
+
+
+class LateForSome(Block):
+    """Breaks the graph at its last place, for long batches only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.index == 2 and x.shape[0] > 3:
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_batch_is_not_counted_twice_by_blocks_before_one_that_breaks() -> None:
+    model = Stack(LateForSome)
+    calibration = Calibration(model, RECIPES["static"](), compiler="eager")
+    calibration.observe(torch.randn(2, 4))
+    with pytest.raises(GraphError, match="would count it twice"):
+        calibration.observe(torch.randn(5, 4))
+    assert calibration.statistics.seen(calibration.plan.slots["blocks.0.fc.input"]) == 2
 
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [3, 5, 4, 7]])

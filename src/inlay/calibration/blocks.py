@@ -19,7 +19,13 @@ from torch import nn
 from inlay.calibration.tracing import left_alone
 from inlay.errors import GraphError
 from inlay.recipe import Plan
-from inlay.torch_private import FakeTensorMode, allow_real_tensors, fake_mode_of, mark_varying
+from inlay.torch_private import (
+    FakeTensorMode,
+    allow_real_tensors,
+    fake_mode_of,
+    graph_break_errors,
+    mark_varying,
+)
 
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
@@ -38,6 +44,7 @@ class Blocks:
     def __init__(self, model: nn.Module, backend: "Backend") -> None:
         torch.compiler.allow_in_graph(call_block)  # type: ignore[no-untyped-call]
         self._backend = backend
+        self._has_run = False  # whether a block has, in the batch that runs now
         self._outputs: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -53,8 +60,18 @@ class Blocks:
         """The compiled model as a way to run with its blocks apart, if it has any."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._marks():
-                return compiled(*args, **kwargs)
+            self._has_run = False
+            try:
+                with self._marks():
+                    return compiled(*args, **kwargs)
+            except graph_break_errors() as error:
+                if not self._has_run:
+                    raise  # nothing of the batch was observed, so another way may run it
+                raise GraphError(
+                    "a block of the model cannot be traced for this batch, after other blocks have "
+                    "observed it, and to run it again would count it twice; give batches of the "
+                    "sizes that came before"
+                ) from error
 
         return [run] if self._marked else []
 
@@ -66,10 +83,14 @@ class Blocks:
             # An input stays in the graph only if the graph returns something of it.
             return result, {name: mask.detach() for name, mask in masks.items()}
 
-        compiled: Callable[..., Any] = torch.compile(
-            run, backend=self._backend.compile_block, fullgraph=True
-        )
-        return compiled
+        compiled = torch.compile(run, backend=self._backend.compile_block, fullgraph=True)
+
+        def noted(*args: Any) -> Any:
+            result = compiled(*args)
+            self._has_run = True
+            return result
+
+        return noted
 
     @contextmanager
     def _marks(self) -> Iterator[None]:
