@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 
@@ -15,6 +16,11 @@ profiles.load_profile()
 
 # Two processes share two cores, so each has one.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+# Graphs are many small objects, and collecting those of torch again and again takes a while.
+gc.set_threshold(20_000, 50, 100)
+# Dynamo empties the processor's caches to time the guards of each graph, and only logs the time.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
 
 
 # Tests that take longest, so that none of them is left for one process when the other is done.

@@ -14,6 +14,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 __all__ = [
     "FakeTensor",
@@ -31,6 +32,7 @@ __all__ = [
     "graph_break_errors",
     "inductor_settings",
     "is_proxied",
+    "lazy_graph_module",
     "lost_guards",
     "mark_varying",
     "module_behind",
@@ -73,6 +75,15 @@ def fake_mode_of(*values: Any) -> FakeTensorMode | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
+
+
+def lazy_graph_module(root: nn.Module, graph: Graph, class_name: str) -> GraphModule:
+    """A graph module that writes its Python code when it is first run or printed.
+
+    A pipeline copies a graph once for each pass and runs the last copy only. torch 2.2; Dynamo
+    makes all its graphs this way. A plain `GraphModule` does the same, later.
+    """
+    return _LazyGraphModule(root, graph, class_name)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from families import batch, bert, llama
+from plain_llama import plain_llama
 from specification import Inputs, assert_same_qparams, expected_qparams
 from torch import nn
 
@@ -20,12 +21,20 @@ STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("observer", ["static_minmax", "minmax", "mse"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("compiler", "observer", "dtype"),
+    [
+        ("eager", "static_minmax", torch.float32),
+        ("eager", "minmax", torch.bfloat16),
+        ("eager", "mse", torch.bfloat16),
+        ("aot_eager", "static_minmax", torch.bfloat16),
+        ("aot_eager", "minmax", torch.float32),
+        ("aot_eager", "mse", torch.float32),
+    ],
+)
 def test_same_numbers_as_eager_observers(compiler: str, observer: str, dtype: torch.dtype) -> None:
     recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": observer})
-    model = llama(num_hidden_layers=1).to(dtype)
+    model = plain_llama(num_hidden_layers=1).to(dtype)
     batches = [batch(model, index) for index in range(3)]
     calibration = Calibration(model, recipe, compiler=compiler)
     compiled = torch.compile(model, backend=calibration.backend)
@@ -36,7 +45,7 @@ def test_same_numbers_as_eager_observers(compiler: str, observer: str, dtype: to
 
 
 def test_observe_gives_the_same_statistics() -> None:
-    model = llama(num_hidden_layers=1)
+    model = plain_llama(num_hidden_layers=1)
     batches = [batch(model, index) for index in range(3)]
     calibration = Calibration(model, STATIC, compiler="aot_eager")
     for one in batches:
@@ -48,7 +57,7 @@ def test_observe_gives_the_same_statistics() -> None:
 
 @pytest.mark.slow
 def test_changing_lengths_feed_the_same_statistics() -> None:
-    model = llama(num_hidden_layers=1)
+    model = plain_llama(num_hidden_layers=1)
     batches = [
         batch(model, i, rows, tokens)
         for i, (rows, tokens) in enumerate([(2, 6), (2, 9), (1, 5), (3, 12), (1, 1), (4, 7)])
@@ -100,7 +109,7 @@ def test_graph_breaks_feed_the_same_statistics() -> None:
 
 @pytest.mark.slow
 def test_blocks_compiled_one_by_one_are_told_apart_by_their_weights() -> None:
-    model = llama(num_hidden_layers=3)
+    model = plain_llama(num_hidden_layers=3)
     ignore = ["lm_head", "re:.*layers.1.*"]
     recipe = Recipe.from_preset("W8A8_STATIC", ignore=ignore, inputs={"observer": "static_minmax"})
     batches = [batch(model, index) for index in range(2)]
@@ -112,7 +121,7 @@ def test_blocks_compiled_one_by_one_are_told_apart_by_their_weights() -> None:
             model(**one)
     found = calibration.finalize()
     assert not any("layers.1." in name for name in found)
-    plain = llama(num_hidden_layers=3)
+    plain = plain_llama(num_hidden_layers=3)
     expected = expected_qparams(plain, STATIC, batches)
     kept = {name: q for name, q in expected.items() if "layers.1." not in name}
     assert_same_qparams(found, kept)
@@ -141,7 +150,7 @@ def test_train_and_eval_and_gradients() -> None:
 
 
 def test_inference_mode() -> None:
-    model = llama(num_hidden_layers=1)
+    model = plain_llama(num_hidden_layers=1)
     calibration = Calibration(model, STATIC, compiler="aot_eager")
     compiled = torch.compile(model, backend=calibration.backend)
     batches = [batch(model, index) for index in range(2)]
@@ -152,7 +161,7 @@ def test_inference_mode() -> None:
 
 
 def test_autocast() -> None:
-    model = llama(num_hidden_layers=1)
+    model = plain_llama(num_hidden_layers=1)
     one = batch(model)
     calibration = Calibration(model, STATIC, compiler="aot_eager")
     compiled = torch.compile(model, backend=calibration.backend)
@@ -224,7 +233,7 @@ def test_attention_and_the_cache() -> None:
 
 @pytest.mark.slow
 def test_importance_is_gathered_in_the_graph() -> None:
-    model = llama()
+    model = plain_llama()
     recipe = Recipe.from_preset(
         "W4A16",
         ignore=["lm_head"],
@@ -279,13 +288,13 @@ def test_statistics_that_are_not_finite_are_named() -> None:
 
 
 def test_unknown_problem_cannot_be_accepted() -> None:
-    calibration = Calibration(llama(), STATIC, compiler="eager")
+    calibration = Calibration(plain_llama(), STATIC, compiler="eager")
     with pytest.raises(ConfigurationError, match=r"cannot accept everything; .*unobserved: "):
         calibration.finalize(accept={"everything"})
 
 
 def test_fused_layers_share_a_global_scale() -> None:
-    model = llama()
+    model = plain_llama()
     calibration = Calibration(model, Recipe.from_preset("NVFP4A16", ignore=["lm_head"]))
     found = calibration.finalize()
     for group in (("self_attn", "qkv"), ("mlp", None)):
@@ -298,7 +307,7 @@ def test_fused_layers_share_a_global_scale() -> None:
 
 
 def test_mixed_fused_layers_are_named() -> None:
-    model = llama()
+    model = plain_llama()
     recipe = Recipe.from_preset("NVFP4A16", ignore=["lm_head", "re:.*layers.0.*k_proj"])
     calibration = Calibration(model, recipe)
     with pytest.raises(
@@ -310,8 +319,8 @@ def test_mixed_fused_layers_are_named() -> None:
 
 @pytest.mark.slow
 def test_two_calibrations_do_not_meet() -> None:
-    model = llama()
-    other = llama(num_hidden_layers=1)
+    model = plain_llama()
+    other = plain_llama(num_hidden_layers=1)
     first = Calibration(model, STATIC, compiler="eager")
     second = Calibration(model, Recipe.from_preset("FP8"), compiler="eager")
     third = Calibration(other, STATIC, compiler="eager")
@@ -332,7 +341,7 @@ def test_two_calibrations_do_not_meet() -> None:
 
 
 def test_a_dropped_calibration_frees_its_memory() -> None:
-    model = llama()
+    model = plain_llama()
     calibration = Calibration(model, STATIC, compiler="aot_eager")
     compiled = torch.compile(model, backend=calibration.backend)
     with torch.no_grad():
@@ -359,7 +368,7 @@ def test_a_dropped_calibration_frees_its_memory() -> None:
 def test_two_threads_with_two_calibrations() -> None:
     results = {}
 
-    models = [llama(), llama()]  # seeded here: the generator is the process's
+    models = [plain_llama(), plain_llama()]  # seeded here: the generator is the process's
 
     def run(name: str, seed: int) -> None:
         model = models[int(name)]
@@ -377,7 +386,7 @@ def test_two_threads_with_two_calibrations() -> None:
     for thread in threads:
         thread.join()
     for found, batches in results.values():
-        assert_same_qparams(found, expected_qparams(llama(), STATIC, batches))
+        assert_same_qparams(found, expected_qparams(plain_llama(), STATIC, batches))
     assert len(results) == 2
 
 
@@ -416,7 +425,7 @@ def test_an_observer_that_cannot_be_traced_works_and_says_so_once(compiler: str)
 
 
 def test_without_sharing_there_is_an_observer_for_every_slot() -> None:
-    model = llama()
+    model = plain_llama()
     passes = [p for p in PREPARE if p is not ShareObservers]
     calibration = Calibration(model, STATIC, compiler="eager", passes=passes)
     one = batch(model)
@@ -427,7 +436,7 @@ def test_without_sharing_there_is_an_observer_for_every_slot() -> None:
 
 
 def test_explain() -> None:
-    model = llama()
+    model = plain_llama()
     calibration = Calibration(model, STATIC, compiler="eager")
     assert "no graph yet" in calibration.explain()
     calibration.observe(**batch(model))

@@ -127,25 +127,31 @@ def test_a_model_with_nothing_to_observe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "fields"),
+    ("preset", "fields", "compiler"),
     [
-        ("W8A8_STATIC", {}),
-        ("W8A8", {}),
-        ("W4A16", {"weights": {"group_size": 16}}),
-        ("FP8", {}),
-        ("FP8_DYNAMIC", {}),
-        ("NVFP4", {}),
-        ("MXFP4", {}),
-        ("W8A8_STATIC", {"outputs": {"num_bits": 8}}),
-        ("W8A16", {"targets": ["Linear", "Embedding"], "weights": {"strategy": "channel"}}),
-        ("FP8", {"kv_cache": {"num_bits": 8, "type": "float"}}),
-        ("FP8", {"kv_cache": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}),
+        ("W8A8_STATIC", {}, "aot_eager"),
+        ("W8A8", {}, "eager"),
+        ("W4A16", {"weights": {"group_size": 16}}, "eager"),
+        ("FP8", {}, "eager"),
+        ("FP8_DYNAMIC", {}, "eager"),
+        ("NVFP4", {}, "aot_eager"),
+        ("MXFP4", {}, "eager"),
+        ("W8A8_STATIC", {"outputs": {"num_bits": 8}}, "eager"),
+        (
+            "W8A16",
+            {"targets": ["Linear", "Embedding"], "weights": {"strategy": "channel"}},
+            "eager",
+        ),
+        ("FP8", {"kv_cache": {"num_bits": 8, "type": "float"}}, "eager"),
+        ("FP8", {"kv_cache": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}, "eager"),
     ],
 )
-def test_folded_graph_is_the_quantized_forward_of_compressed_tensors(preset: str, fields) -> None:
+def test_folded_graph_is_the_quantized_forward_of_compressed_tensors(
+    preset: str, fields, compiler: str
+) -> None:
     model = llama(num_hidden_layers=1)
     recipe = recipe_for(model, preset, **fields)
-    calibration = Calibration(model, recipe, compiler="aot_eager")
+    calibration = Calibration(model, recipe, compiler=compiler)
     compiled = torch.compile(model, backend=calibration.backend)
     one = batch(model)
     calibration.observe(**one)

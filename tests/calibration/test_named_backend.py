@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import batch, llama
+from families import batch
+from plain_llama import plain_llama
 from specification import assert_equal_qparams, assert_same_qparams, expected_qparams
 from torch import nn
 
@@ -49,7 +50,7 @@ with torch.no_grad():
 
 
 def test_same_as_a_calibration(recipe: str) -> None:
-    model = llama()
+    model = plain_llama()
     compiled = torch.compile(
         model, backend="inlay", options={"recipe": recipe, "compiler": "aot_eager"}
     )

@@ -6,6 +6,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from families import bert, llama
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_llama import plain_llama
 from profiles import examples
 from torch import nn
 
@@ -87,16 +88,19 @@ LENGTHS = st.tuples(st.integers(2, 4), st.integers(6, 9), st.integers(1, 9)).map
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", [llama, bert])
+@pytest.mark.parametrize(
+    ("family", "side"),
+    [(llama, "left"), (bert, "right"), (plain_llama, "left"), (plain_llama, "right")],
+)
 @examples(1)
 @given(lengths=LENGTHS)
 def test_padded_batches_equal_sequences_one_by_one(family, side: str, lengths: list[int]) -> None:
+    """The plain one gives its blocks the mask of the batch itself."""
     model = family(num_hidden_layers=1)
     kv_cache = {"num_bits": 8, "type": "float", "observer": "static_minmax"}
     recipe = Recipe.from_preset(
         "W8A8_STATIC",
-        ignore=["lm_head"] if family is llama else ["re:.*pooler.*"],
+        ignore=["re:.*pooler.*"] if family is bert else ["lm_head"],
         inputs={"observer": "static_minmax"},
         outputs={"num_bits": 8, "strategy": "tensor", "observer": "histogram"},
         kv_cache=kv_cache if family is llama else None,

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import batch, bert, llama
+from families import batch, bert
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_llama import plain_llama
 from specification import assert_equal_qparams
 
 from inlay import Calibration, Recipe
@@ -36,7 +37,7 @@ def observed(model, recipe: Recipe, indices=range(3), start: StoredStatistics | 
 
 @pytest.mark.parametrize("observer", ["static_minmax", "minmax", "mse", "histogram"])
 def test_going_on_from_disk_is_as_if_nothing_had_happened(observer: str, tmp_path: Path) -> None:
-    model, how = llama(), recipe(observer)
+    model, how = plain_llama(num_hidden_layers=1), recipe(observer)
     first = observed(model, how, range(2))
     first.stored(model="tiny", data="words").save(tmp_path)
     stored = StoredStatistics.load(tmp_path)
@@ -49,7 +50,7 @@ def test_going_on_from_disk_is_as_if_nothing_had_happened(observer: str, tmp_pat
 
 
 def test_importance_is_kept_too(tmp_path: Path) -> None:
-    model = llama()
+    model = plain_llama(num_hidden_layers=1)
     how = Recipe.from_preset(
         "W4A16", ignore=["lm_head"], weights={"observer": "imatrix_mse", "group_size": 32}
     )
@@ -62,15 +63,15 @@ def test_importance_is_kept_too(tmp_path: Path) -> None:
 def test_slots_that_share_a_value_are_stored_once(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    path = observed(llama(), recipe(), range(1)).stored().save(tmp_path)
+    path = observed(plain_llama(num_hidden_layers=1), recipe(), range(1)).stored().save(tmp_path)
     with safe_open(path, framework="pt") as opened:
         names = list(opened.keys())
-    assert len(names) == 2 * 4 * 2  # layers, distinct values, min and max
+    assert len(names) == 4 * 2  # distinct values, min and max
 
 
 @pytest.mark.parametrize("observer", ["static_minmax", "histogram"])
 def test_merged_runs_are_one_run(observer: str, tmp_path: Path) -> None:
-    model, how = llama(), recipe(observer)
+    model, how = plain_llama(num_hidden_layers=1), recipe(observer)
     parts = [observed(model, how, own).stored() for own in ([0], [1, 2])]
     merged = parts[0].merge(parts[1])
     merged.save(tmp_path)
@@ -80,7 +81,7 @@ def test_merged_runs_are_one_run(observer: str, tmp_path: Path) -> None:
 
 
 def test_an_average_is_weighed_by_what_was_seen() -> None:
-    model, how = llama(), recipe("minmax")
+    model, how = plain_llama(num_hidden_layers=1), recipe("minmax")
     parts = [observed(model, how, own).stored() for own in ([0], [1, 2])]
     merged = parts[0].merge(parts[1]).slots[DOWN].tensors["max_vals"]
     one, other = (part.slots[DOWN].tensors["max_vals"] for part in parts)
@@ -88,14 +89,14 @@ def test_an_average_is_weighed_by_what_was_seen() -> None:
 
 
 def test_statistics_of_the_last_batch_cannot_be_merged() -> None:
-    model, how = llama(), recipe("memoryless_minmax")
+    model, how = plain_llama(num_hidden_layers=1), recipe("memoryless_minmax")
     parts = [observed(model, how, [index]).stored() for index in (0, 1)]
     with pytest.raises(StatisticsError, match="of the last batch only"):
         parts[0].merge(parts[1])
 
 
 def test_other_formats_and_methods_without_running_the_model() -> None:
-    model = llama()
+    model = plain_llama(num_hidden_layers=1)
     stored = observed(model, recipe("histogram")).stored()
     for wanted in (
         recipe("histogram", num_bits=4, symmetric=True, observer_kwargs={"method": "entropy"}),
@@ -114,7 +115,7 @@ def test_other_formats_and_methods_without_running_the_model() -> None:
     ],
 )
 def test_statistics_that_do_not_carry_the_recipe(gathered, wanted, message: str) -> None:
-    model = llama()
+    model = plain_llama(num_hidden_layers=1)
     stored = observed(model, recipe(gathered), range(1)).stored()
     with pytest.raises(StatisticsError, match=message):
         Calibration.from_statistics(model, recipe(wanted, num_bits=4), stored)
@@ -134,7 +135,7 @@ def test_files_that_hold_no_statistics(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_save_leaves_the_old_statistics(tmp_path: Path, monkeypatch) -> None:
-    calibration = observed(llama(), recipe(), range(1))
+    calibration = observed(plain_llama(num_hidden_layers=1), recipe(), range(1))
     calibration.stored(data="old").save(tmp_path)
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
@@ -148,7 +149,7 @@ def test_an_interrupted_save_leaves_the_old_statistics(tmp_path: Path, monkeypat
 
 
 def test_the_observer_that_gathered_stays_where_the_recipe_names_none() -> None:
-    model = llama()
+    model = plain_llama(num_hidden_layers=1)
     stored = observed(model, recipe("static_minmax")).stored()
     other = Recipe.from_preset("FP8", ignore=["lm_head"])
     calibration = Calibration.from_statistics(model, other, stored)
@@ -162,7 +163,7 @@ def test_the_observer_that_gathered_stays_where_the_recipe_names_none() -> None:
 
 @pytest.mark.parametrize("gathered", ["static_minmax", "histogram"])
 def test_a_range_per_tensor_carries_a_global_scale(gathered: str) -> None:
-    model = llama()
+    model = plain_llama(num_hidden_layers=1)
     stored = observed(model, recipe(gathered)).stored()
     other = Recipe.from_preset("NVFP4", ignore=["lm_head"])
     found = Calibration.from_statistics(model, other, stored).finalize()
@@ -174,7 +175,7 @@ def test_a_range_per_tensor_carries_a_global_scale(gathered: str) -> None:
 
 
 def test_statistics_of_another_model_are_called_that() -> None:
-    stored = observed(llama(), recipe(), range(1)).stored()
+    stored = observed(plain_llama(num_hidden_layers=1), recipe(), range(1)).stored()
     with pytest.raises(StatisticsError, match=r"of another model.*model\.layers\.0"):
         Calibration.from_statistics(bert(), Recipe.from_preset("W8A8_STATIC"), stored)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import batch, llama
+from plain_llama import plain_llama
 from specification import assert_equal_qparams
 
 from inlay import Calibration, Recipe, StoredStatistics, calibrate
@@ -35,11 +36,11 @@ def interrupting(items: list, after: int):
 
 
 def test_it_ends_finalized_with_a_record() -> None:
-    model = llama()
+    model = plain_llama()
     calibration = run(model, batches(model), samples=6, held_out=4)
     assert isinstance(calibration, Calibration)
     assert calibration.qparams is not None
-    assert calibration.record.model == "LlamaForCausalLM"
+    assert calibration.record.model == "PlainLlama"
     assert (calibration.record.samples, calibration.record.tokens) == (6, 36)
     assert len(calibration.held_out) == 2
     assert [name for name, _ in calibration.record.stages] == [
@@ -51,7 +52,7 @@ def test_it_ends_finalized_with_a_record() -> None:
 
 
 def test_a_folder_for_statistics_that_cannot_be_made_is_refused_before_it_runs() -> None:
-    model = llama()
+    model = plain_llama()
     with pytest.raises(ConfigurationError, match="cannot write the folder /proc/deep/out"):
         run(model, batches(model), statistics="/proc/deep/out")
 
@@ -76,7 +77,7 @@ def test_a_quantized_model_is_refused_before_it_runs() -> None:
 
 
 def test_interrupted_and_resumed_it_is_the_same(tmp_path: Path, monkeypatch) -> None:
-    model = llama()
+    model = plain_llama()
     data = batches(model)
     monkeypatch.setattr("inlay.workflow.run._SAVE_EVERY", 0.0)
     with pytest.raises(InterruptedRunError):
@@ -88,7 +89,7 @@ def test_interrupted_and_resumed_it_is_the_same(tmp_path: Path, monkeypatch) -> 
 
 
 def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
-    model = llama()
+    model = plain_llama()
     data = batches(model)
     monkeypatch.setattr("inlay.workflow.run._SAVE_EVERY", 0.0)
     with pytest.raises(InterruptedRunError):
@@ -104,7 +105,7 @@ def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
 def test_fingerprints_are_taken_only_where_statistics_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, taken = llama(), []
+    model, taken = plain_llama(), []
     monkeypatch.setattr("inlay.workflow.run.digest", lambda one: taken.append(one) or b"any")
     data = batches(model, 2)
     unkept = run(model, data, held_out=0)
@@ -117,7 +118,7 @@ def test_fingerprints_are_taken_only_where_statistics_are_kept(
 
 
 def test_statistics_of_unknown_batches_are_not_resumed_but_merged(tmp_path: Path) -> None:
-    model = llama()
+    model = plain_llama()
     data = batches(model, 2)
     run(model, data, held_out=0).stored().save(tmp_path / "checkpoint")
     kept = run(model, data, held_out=0, statistics=tmp_path / "kept")
@@ -132,14 +133,14 @@ def test_statistics_of_unknown_batches_are_not_resumed_but_merged(tmp_path: Path
 
 def test_a_recipe_without_static_activations_needs_no_data() -> None:
     recipe = Recipe.from_preset("W8A8", ignore=["lm_head"])
-    calibration = calibrate(llama(), recipe, compiler="eager")
+    calibration = calibrate(plain_llama(), recipe, compiler="eager")
     assert calibration.qparams
     assert calibration.record.data == "no data"
 
 
 def test_a_recipe_with_static_activations_does() -> None:
     with pytest.raises(ConfigurationError, match="give data"):
-        calibrate(llama(), STATIC, compiler="eager")
+        calibrate(plain_llama(), STATIC, compiler="eager")
 
 
 class Unmasked(torch.nn.Module):
@@ -176,7 +177,7 @@ class AverageOfAll(Observer):
 
 
 def test_an_observer_that_cannot_leave_out_padding_is_refused_with_padding() -> None:
-    model = llama()
+    model = plain_llama()
     inputs = {"observer": "test_average_of_all"}
     recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs=inputs)
     torch._dynamo.reset()

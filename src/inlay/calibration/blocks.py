@@ -79,9 +79,10 @@ class Blocks:
         def run(
             block: nn.Module, args: Any, kwargs: Mapping[str, Any], masks: Mapping[str, Any]
         ) -> Any:
-            result = forward(block, *args, **kwargs)
-            # An input stays in the graph only if the graph returns something of it.
-            return result, {name: mask.detach() for name, mask in masks.items()}
+            # An input stays in the graph only if the graph returns something of it. Dynamo names a
+            # tensor after the place where it is met first, and the block may be given a mask too.
+            kept = {name: mask.detach() for name, mask in masks.items()}
+            return forward(block, *args, **kwargs), kept
 
         compiled = torch.compile(run, backend=self._backend.compile_block, fullgraph=True)
 

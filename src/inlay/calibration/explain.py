@@ -7,6 +7,7 @@ from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.graph import EnclosedSlot, enclosed_slots, format_graph, inputs_of, tensor_of
 from inlay.nodes.observe import Observe
 from inlay.recipe import Slot
+from inlay.recipe.describe import format_in_words
 from inlay.statistics.by_slot import StatisticsBySlot
 
 __all__ = ["explain", "padding_problem"]
@@ -89,12 +90,11 @@ def _enclosed(statistics: StatisticsBySlot, graph: CompiledGraph) -> Iterable[En
 
 
 def _row(statistics: StatisticsBySlot, slot: Slot) -> tuple[str, str, str, str, str]:
-    args = slot.args
     sharing = [other.name for other in statistics.shared_with(slot) if other != slot]
     if not slot.is_observed:
         observer, seen = "none, it is dynamic", "-"
     else:
         observer = slot.observer
         seen = "at finalize" if slot.is_weight else str(statistics.seen(slot))
-    format = f"{args.type}{args.num_bits} {args.strategy}"
+    format = format_in_words(slot.args, slot.base_name)
     return slot.name, observer, format, seen, ", ".join(sharing) or "-"

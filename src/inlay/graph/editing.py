@@ -8,7 +8,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from inlay.errors import GraphError
-from inlay.torch_private import HigherOrderOperator, OpOverload, written_arguments
+from inlay.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    lazy_graph_module,
+    written_arguments,
+)
 
 __all__ = [
     "acts",
@@ -33,7 +38,7 @@ def copy(gm: GraphModule) -> GraphModule:
     a rewritten graph cannot keep.
     """
     # A deep copy of a graph copies its nodes, not the tensors and modules they refer to.
-    copied = GraphModule(gm, _copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+    copied = lazy_graph_module(gm, _copy.deepcopy(gm.graph), type(gm).__name__)
     copied.train(gm.training)
     return copied
 

@@ -22,8 +22,8 @@ _POWER = (1.0, 0.8000009, 0.7200031, 0.6717041, 0.637808, 0.6375118, 0.6264505)
 def absolute_power(value: torch.Tensor, exponent: float) -> torch.Tensor:
     """Raise the absolute value to a power, to within a few units in the last place.
 
-    Each form reads its argument once: Inductor repeats an expression for each time it is read, and
-    its compile time grows with that.
+    Inductor repeats an expression for each time it is read, and its compile time grows with that.
+    So each form reads its argument once, except the fifth root, which is worth it.
     """
     fraction = Fraction(exponent).limit_denominator(10)
     if abs(fraction - Fraction(exponent)) > 1e-12 * exponent or fraction >= 16:

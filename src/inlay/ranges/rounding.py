@@ -77,7 +77,11 @@ def quantize_dequantize(
     low, high = (float(bound) for bound in _range(args))
     quantized = _round(scaled.clamp(low, high), args)
     if zero_point is not None:
-        quantized = as_rounded(quantized - zero_point, dtype)
+        quantized = quantized - zero_point
+        # Both dtypes hold all integers up to 256. Each rounding that is left out halves what
+        # Inductor compiles, for it reads its argument twice.
+        if args.type != QuantizationType.INT or args.num_bits > 8:
+            quantized = as_rounded(quantized, dtype)
     return as_rounded(quantized * scale, dtype)
 
 
