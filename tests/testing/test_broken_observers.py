@@ -212,6 +212,13 @@ class AveragesExtremes(MinMaxObserver):
 
 
 @register
+class ExtremesAsAverages(Extremes):
+    """Ranks would average what each of them has as the smallest and the largest value."""
+
+    _act_sync_dict = dict.fromkeys(EXTREMES, dist.ReduceOp.AVG)
+
+
+@register
 class CountsPadding(Extremes):
     def update_statistics_from_valid(self, observed: torch.Tensor, valid: torch.Tensor) -> None:
         self.update_statistics_from_observed(observed)
@@ -240,6 +247,7 @@ LAST = "what_is_not_declared_is_of_the_last_batch"
 SPLIT = "splitting_a_batch_changes_nothing"
 ORDER = "the_order_of_batches_does_not_matter"
 REPEAT = "repeated_batches_add_up_in_sums_alone"
+BETWEEN = "averages_lie_between_what_they_average"
 BAD = "a_bad_batch_is_not_forgotten"
 RANKS = "ranks_merge_to_one_process"
 PADDING = "padding_is_left_out"
@@ -268,6 +276,7 @@ MISTAKES: list[tuple[type[Observer], str, str, set[str]]] = [
     (ScaleOfNothing, POSITIVE, "the scale is not above zero", {RESEMBLE}),
     (LastBatchOnly, SPLIT, "declared as M.. in _act_sync_dict", {ORDER, BAD, RANKS}),
     (AverageAsSum, REPEAT, "mean is .* a SUM should be that often as large", {RANKS}),
+    (ExtremesAsAverages, BETWEEN, "in either order; declare it as M.., not as AVG", set()),
     (HalfPrecisionSum, REPEAT, "summed in float32 or float64", {SPLIT, ORDER, RANKS}),
     (ForgotToDeclare, LAST, "_act_sync_dict does not say how it merges", set()),
     (DeclaresATypo, EXIST, "names min_val, max_val, and the observer has max_vals", {

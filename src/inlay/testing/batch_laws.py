@@ -126,6 +126,41 @@ def repeated_batches_add_up_in_sums_alone(subject: Subject, case: ObserverCase) 
 
 
 @law(
+    lambda subject: subject.several(1),
+    unless=lambda subject: (
+        _declares_nothing(subject)
+        if AVERAGE in subject.operations.values()
+        else "it declares no statistic as AVG"
+    ),
+)
+def averages_lie_between_what_they_average(subject: Subject, case: ObserverCase) -> None:
+    """An AVG of two batches lies between those of each, and is no extreme in either order."""
+    small, large = case.values[0], case.values[0] * 4
+    alone = [tensors_after(case, [value]) for value in (small, large)]
+    both = [tensors_after(case, pair) for pair in ((small, large), (large, small))]
+    for name, reduction in subject.operations.items():
+        if reduction is not AVERAGE:
+            continue
+        ends = torch.stack([tensors[name].double() for tensors in alone])
+        low, high = ends.amin(0), ends.amax(0)
+        found = torch.stack([tensors[name].double() for tensors in both])
+        slack = (high - low) * _CLOSE
+        told = f"{name} is {short(alone[0][name])} for a batch, {short(alone[1][name])} for another"
+        require(
+            ((low - slack <= found) & (found <= high + slack)).all(),
+            f"{told} and {short(both[0][name])} for both, which no average of theirs is. Is it "
+            "declared as what it is?",
+        )
+        for end, operation in ((low, "MIN"), (high, "MAX")):
+            always = ((found - end).abs() <= slack).all(0) & (slack > 0)
+            require(
+                not always.any(),
+                f"{told} and {short(both[0][name])} for both in either order; declare it as "
+                f"{operation}, not as AVG, or keep an average",
+            )
+
+
+@law(
     lambda subject: subject.bad(subject.several(least=2), ["nan", "inf"]),
     unless=lambda subject: (
         "a weight is searched without importance then, with a warning"
@@ -284,6 +319,7 @@ LAWS: tuple[Law[Subject], ...] = (
     splitting_a_batch_changes_nothing,
     the_order_of_batches_does_not_matter,
     repeated_batches_add_up_in_sums_alone,
+    averages_lie_between_what_they_average,
     a_bad_batch_is_not_forgotten,
     ranks_merge_to_one_process,
     padding_is_left_out,
