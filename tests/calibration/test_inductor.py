@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import batch, llama
+from plain_llama import plain_llama
 from torch import nn
 
 from inlay import Calibration, Recipe
@@ -64,7 +65,7 @@ def test_statistics_are_those_of_eager_observers_on_the_same_tensors(
 
 
 def test_outputs_are_those_of_the_plain_compiled_model() -> None:
-    model = llama(num_hidden_layers=1)
+    model = plain_llama(num_hidden_layers=1)
     one = batch(model)
     with torch.no_grad():
         plain = torch.compile(model)(**one).logits
@@ -100,7 +101,7 @@ def test_pieces_compiled_in_the_middle_of_a_run(
     """Dynamo is long done by then; the code has to be right for lengths that come later."""
     monkeypatch.setattr(CompileCosts, "estimate", lambda self, graph, ops: -1.0)
     monkeypatch.setattr(CompileCosts, "learn", lambda self, graph, ops, seconds: None)
-    model = llama()
+    model = plain_llama(num_hidden_layers=3)
     batches = [batch(model, index, tokens=length) for index, length in enumerate(lengths)]
     found = []
     for compiler in ("eager", "auto"):

@@ -79,10 +79,12 @@ class Blocks:
         def run(
             block: nn.Module, args: Any, kwargs: Mapping[str, Any], masks: Mapping[str, Any]
         ) -> Any:
-            # An input stays in the graph only if the graph returns something of it. Dynamo names a
-            # tensor after the place where it is met first, and the block may be given a mask too.
-            kept = {name: mask.detach() for name, mask in masks.items()}
-            return forward(block, *args, **kwargs), kept
+            # Dynamo names a tensor after the place where it meets it first, and the block may be
+            # given the mask as well.
+            _ = [mask.ndim for mask in masks.values()]
+            result = forward(block, *args, **kwargs)
+            # An input stays in the graph only if the graph returns something of it.
+            return result, {name: mask.detach() for name, mask in masks.items()}
 
         compiled = torch.compile(run, backend=self._backend.compile_block, fullgraph=True)
 
