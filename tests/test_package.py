@@ -45,6 +45,7 @@ def test_all_is_complete(name: str) -> None:
     assert defined <= set(module.__all__)
 
 
+@pytest.mark.slow
 def test_import_is_light() -> None:
     code = (
         "import sys, inlay; "
@@ -54,6 +55,7 @@ def test_import_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_observers_do_not_import_the_peer_or_start_a_compiler() -> None:
     code = (
         "import sys, inlay.observers, inlay.passes; "

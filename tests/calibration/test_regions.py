@@ -14,6 +14,8 @@ from inlay.errors import GraphError
 from inlay.evaluation.compare import compare
 from inlay.nodes.call_region import CallRegion
 
+pytestmark = pytest.mark.slow
+
 STATIC = {"inputs": {"observer": "static_minmax"}}
 RECIPES = {
     "static": lambda **more: Recipe.from_preset("W8A8_STATIC", **STATIC, **more),
@@ -97,7 +99,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), PAIRS)
 def test_same_numbers_as_traced_one_by_one(family: Any, kind: str, one_by_one: Any) -> None:
     model = family(num_hidden_layers=3)
@@ -128,7 +129,6 @@ def test_blocks_after_the_last_that_is_observed_do_not_run() -> None:
     assert len(regions(calibrated(model, recipe))) == 2
 
 
-@pytest.mark.slow
 def test_compared_and_quantized_alike(one_by_one: Any) -> None:
     model = llama(num_hidden_layers=3)
     calibration = calibrated(model, RECIPES["static"](ignore=["lm_head"]))
@@ -233,7 +233,6 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "block", [Block, Derived, InPlace, Broken, Indexed, Keeping, Growing, Late]

@@ -202,6 +202,7 @@ def test_observers_may_be_compiled_alone() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("alone", "after"), [(False, 7), (True, 3)])
 @pytest.mark.parametrize("observer", ["static_minmax", "minmax", "histogram", "mse"])
 def test_statistics_do_not_depend_on_the_tier(

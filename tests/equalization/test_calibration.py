@@ -12,6 +12,8 @@ from inlay import Calibration, Recipe
 from inlay.errors import StatisticsError
 from inlay.statistics.on_disk import StoredStatistics
 
+pytestmark = pytest.mark.slow
+
 X, Y = torch.randn(2, 2, 3, SIZE, generator=torch.Generator().manual_seed(3))
 
 
@@ -120,7 +122,6 @@ def test_explain_says_what_is_equalized_and_what_is_not() -> None:
     )
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_a_checkpoint_loads_with_the_outputs_of_the_finalized_graph(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM

@@ -15,6 +15,8 @@ from torch.func import functional_call
 from inlay import Calibration, Recipe
 from inlay.recipe import CHANNELS, Slot
 
+pytestmark = pytest.mark.slow
+
 # Parameters of float64 models that compute their norms in float32 round there.
 ROUNDED_BY_THE_MODEL = {"gemma3": 1e-6}
 
@@ -79,7 +81,6 @@ def test_the_equalized_model_computes_what_the_model_computes(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
 @torch.no_grad()
 def test_families(family: str) -> None:

@@ -28,7 +28,10 @@ from inlay.passes import (
 from inlay.recipe import Plan
 
 # The plain model is what graphs are compared with.
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+]
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -121,7 +124,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("op", "how"), CASES)
 def test_no_pass_harms_it(op: Any, how: str) -> None:
     model = Blocks(op)
@@ -207,7 +209,6 @@ def test_what_is_observed_is_not_listed() -> None:
         assert enclosed_slots(gm, plan) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", [*LEFT_ALONE, *OBSERVED])
 def test_calibration(op: Any) -> None:
     torch._dynamo.reset()
@@ -254,7 +255,6 @@ def test_branches_that_differ_are_not_the_same_block() -> None:
             assert torch.equal(found, model(X))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_mamba() -> None:
     torch._dynamo.reset()

@@ -22,7 +22,10 @@ from transformers import BertConfig, PreTrainedModel
 from inlay.llmcompressor.fallback import problem_with, problem_with_model
 from inlay.llmcompressor.tracing import is_in_place
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the peer warns of is theirs
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # what the peer warns of is theirs
+]
 
 MLP = ["re:.*mlp.*"]
 PROJECTIONS = ["re:.*self_attn.*_proj"]
@@ -63,7 +66,6 @@ MIXED: dict[str, tuple[Callable[[], list[Any]], list[str]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXED)
 def test_other_modifiers_run_as_ever_and_the_rest_in_inlay(name: str) -> None:
     recipe, left_alone = MIXED[name]

@@ -28,7 +28,10 @@ from inlay import Calibration, Recipe
 from inlay.llmcompressor.observers import InlayObserver, counterpart, offer_observers
 from inlay.observers import IMatrixMSEObserver, MemorylessMinMaxObserver, Observer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the peer warns of is theirs
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # what the peer warns of is theirs
+]
 
 
 @Observer.register("test_llmc_half")
@@ -66,7 +69,6 @@ def small() -> nn.Module:
     return llama(num_hidden_layers=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("observer", ["histogram", "test_llmc_half", "test_llmc_list"])
 def test_inputs(observer: str) -> None:
     """The same by graph, by the peer's hooks, and by Inlay alone."""
@@ -91,7 +93,6 @@ def test_inputs(observer: str) -> None:
                 torch.testing.assert_close(own, value.to(own.dtype), rtol=0, atol=0)
 
 
-@pytest.mark.slow
 def test_settings_reach_the_observer() -> None:
     def recipe(percentile: float) -> QuantizationModifier:
         kwargs = {"method": "percentile", "percentile": percentile}
@@ -144,7 +145,6 @@ def test_weights_by_an_observer_that_watches_inputs() -> None:
         )
 
 
-@pytest.mark.slow
 def test_an_observer_of_both_registries() -> None:
     """Inlay gathers, and the peer's class computes the qparams."""
 
@@ -167,7 +167,6 @@ def test_an_observer_of_both_registries() -> None:
     assert all(float(found[n]) > float(plain[n]) for n in found if n.endswith("input_scale"))
 
 
-@pytest.mark.slow
 def test_observers_registered_later_are_found() -> None:
     @Observer.register("test_llmc_later")
     class Later(Half):

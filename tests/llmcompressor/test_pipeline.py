@@ -32,7 +32,10 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import observes
 from inlay.llmcompressor import pipeline as pipeline_module
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the peer warns of is theirs
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # what the peer warns of is theirs
+]
 
 FAMILIES = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3, "bert": bert, "mixtral": mixtral}
 RECIPES: dict[str, Callable[[], Any]] = {
@@ -74,7 +77,6 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "recipe"), CASES)
 def test_equal_to_basic(family: str, recipe: str) -> None:
     assert_equal_to("basic", RECIPES[recipe], lambda: small(family))
@@ -84,19 +86,16 @@ def test_equal_to_basic_in_bfloat16() -> None:
     assert_equal_to("basic", lambda: static("minmax"), lambda: small().to(torch.bfloat16))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("observer", INPUTS)
 def test_every_observer_of_inputs(observer: str) -> None:
     assert_equal_to("basic", lambda: static(observer))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("observer", WEIGHTS)
 def test_every_observer_of_weights(observer: str) -> None:
     assert_equal_to("basic", lambda: grouped(observer))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("observer", ["nvfp4_expanded_mse", "nvfp4_expanded_imatrix"])
 def test_observers_for_nvfp4(observer: str) -> None:
     targets = ["re:.*self_attn.*_proj"]  # the peer searches long
@@ -111,7 +110,6 @@ def test_settings_of_observers(kwargs: dict[str, Any]) -> None:
     assert_equal_to("basic", lambda: grouped("memoryless_mse", kwargs=kwargs))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(PRESET_SCHEMES) - {"UNQUANTIZED"}))
 def test_every_preset(name: str) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128}
@@ -119,7 +117,6 @@ def test_every_preset(name: str) -> None:
     assert_equal_to("basic", lambda: QuantizationModifier(**recipe), lambda: small(**sizes))
 
 
-@pytest.mark.slow
 def test_embeddings_and_the_head_of_a_language_model_are_untied() -> None:
     weights = {"num_bits": 8, "strategy": "channel"}
     linear = {"targets": ["Linear"], "weights": weights, "input_activations": STATIC}
@@ -131,13 +128,11 @@ def test_embeddings_and_the_head_of_a_language_model_are_untied() -> None:
     )
 
 
-@pytest.mark.slow
 def test_experts_that_see_their_own_tokens_only() -> None:
     options = {"moe_calibrate_all_experts": False}
     assert_equal_to("basic", static, lambda: small("mixtral"), **options)
 
 
-@pytest.mark.slow
 def test_batches_of_different_lengths() -> None:
     data = [{"input_ids": torch.arange(2 * n).reshape(2, n)} for n in (3, 5, 4)]
     assert_equal_to("basic", lambda: static("minmax"), data=data)
@@ -152,7 +147,6 @@ def test_several_modifiers_share_one_run(calibrations: list[Calibration]) -> Non
     assert len(calibrations) == 1
 
 
-@pytest.mark.slow
 def test_several_modifiers_where_one_weighs_weights() -> None:
     """The peer's `basic` fails here: the second modifier asks for statistics that are gone."""
 
@@ -163,7 +157,6 @@ def test_several_modifiers_where_one_weighs_weights() -> None:
     assert_equal_to("independent", recipe)
 
 
-@pytest.mark.slow
 def test_of_modifiers_with_the_same_target_the_last_counts() -> None:
     """The peer's `basic` feeds every batch twice into such an observer, or leaves hooks behind."""
 
@@ -173,7 +166,6 @@ def test_of_modifiers_with_the_same_target_the_last_counts() -> None:
     assert_equal_to("independent", recipe)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
 def test_queries_keys_and_values(strategy: str, calibrations: list[Calibration]) -> None:
     def recipe() -> Any:
@@ -191,7 +183,6 @@ def test_queries_keys_and_values(strategy: str, calibrations: list[Calibration])
     assert_same_tensors(found, expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["W8A8 static", "NVFP4", "FP8, cache"])
 def test_the_same_checkpoint(recipe: str, tmp_path: Path) -> None:
     for pipeline in ("basic", EAGER):
@@ -203,7 +194,6 @@ def test_the_same_checkpoint(recipe: str, tmp_path: Path) -> None:
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
-@pytest.mark.slow
 def test_close_with_the_compiler() -> None:
     """Inductor rounds what it fuses in another way, by an ulp or two of float32."""
     expected = qparams(quantized(small(), static("minmax"), "basic"))
@@ -214,7 +204,6 @@ def test_close_with_the_compiler() -> None:
         torch.testing.assert_close(found[name].float(), tensor.float(), **slack)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("recipe", ["W8A8 static", "FP8, cache"])
 def test_one_graph_without_what_nothing_observed_needs(
@@ -249,7 +238,6 @@ def test_missing_data_is_an_error() -> None:
         quantized(small(), static(), EAGER, dataset=None)
 
 
-@pytest.mark.slow
 def test_padding_can_be_left_out() -> None:
     """A padded batch then has the statistics of its sequences one by one."""
     one, padded = ({**batch, "input_ids": batch["input_ids"].clamp(min=1)} for batch in batches())

@@ -14,9 +14,13 @@ from peer import CACHE, EAGER, batches, grouped, preset, qparams, quantized, sta
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from inlay.llmcompressor.observers import offer_observers
 from inlay.llmcompressor.tracing import traceable
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the peer warns of is theirs
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # what the peer warns of is theirs
+]
 
 ATTENTION = ["re:.*self_attn.*_proj"]
 RECIPES = {
@@ -57,6 +61,7 @@ def _words(function: Any) -> str:
 
 
 def surroundings() -> dict[str, Any]:
+    offer_observers()  # a run offers those that were registered with Inlay since the last one
     return {
         "observers": {n: PeerObserver.get_value_from_registry(n) for n in _names(PeerObserver)},
         "pipelines": _names(CalibrationPipeline),
@@ -86,7 +91,6 @@ def test_after_a_run(recipe: str) -> None:
     assert found == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [llama, mixtral])
 @pytest.mark.parametrize("recipe", ["inputs", "cache", "importance"])
 def test_after_an_error_in_the_middle(recipe: str, family: Any) -> None:

@@ -15,6 +15,8 @@ from inlay.graph import observes, slots_of
 from inlay.passes import FINALIZE, FoldQParams, Pipeline, RemoveObservers
 from inlay.recipe import Plan
 
+pytestmark = pytest.mark.slow
+
 HEADS, GROUPS, SIZE = 4, 2, 2
 X = torch.linspace(-2, 2, 24).reshape(1, 3, 8) ** 3
 

@@ -14,6 +14,8 @@ from inlay.recipe import Slot
 from inlay.statistics.value import Statistics, measure, merge
 from inlay.testing.strategies import tensors
 
+pytestmark = pytest.mark.slow
+
 MERGED_EXACTLY = ["static_minmax", "histogram"]  # minima, maxima and sums of whole numbers
 AVERAGED = ["minmax", "mse"]
 IMPORTANCE = "imatrix_mse"
