@@ -59,7 +59,9 @@ class CompareLayers(Pass):
                 if base_name in ("weight", "input") and slot.is_quantized(self.qparams)
             }
             use = weight_use(gm, node)
-            if not slots or use is None or use.value is None or use.output in compared:
+            if use is None or use.kind != "linear":
+                continue
+            if not slots or use.value is None or use.output in compared:
                 continue
             compare = self._insert(gm, node, use, slots)
             compare.meta["nn_module_stack"] = node.meta.get("nn_module_stack")

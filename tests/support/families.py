@@ -55,6 +55,22 @@ def mixtral(**changes: Any) -> nn.Module:
     return _seeded(MixtralForCausalLM, MixtralConfig(**fields))
 
 
+def qwen3_moe(**changes: Any) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    fields = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, **experts, **changes}
+    return _seeded(Qwen3MoeForCausalLM, Qwen3MoeConfig(**fields))
+
+
+def gpt_oss(**changes: Any) -> nn.Module:
+    """Its experts are transposed, interleaved and have biases."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    fields = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, **changes}
+    return _seeded(GptOssForCausalLM, GptOssConfig(**fields))
+
+
 def vit(**changes: Any) -> nn.Module:
     from transformers import ViTConfig, ViTModel
 

@@ -22,14 +22,16 @@ def test_families_are_right(build, preset: str) -> None:
     model = build(**SIZES)
     recipe = Recipe.from_preset(preset, ignore=["lm_head"])
     found = check_calibration(model, recipe, [batch(model, 0), batch(model, 1, tokens=9)])
-    assert len(found.done) == 3
-    assert found.left_out == ()
+    assert len(found.done) == (3 if build is llama else 1)
+    assert [text.partition(",")[0] for text in found.left_out] == (
+        [] if build is llama else ["the forward of compressed-tensors", "a checkpoint"]
+    )
 
 
 def test_a_checkpoint_that_loses_weights_is_caught() -> None:
     """Transformers loses the experts of this one; saving warns of it."""
     model = mixtral(**SIZES)
-    recipe = Recipe.from_preset("W8A8", ignore=["lm_head"])
+    recipe = Recipe.from_preset("W8A8", ignore=["lm_head", "re:.*experts.*"])
     with pytest.raises(CheckError, match="the checkpoint, loaded back and the finalized graph"):
         check_calibration(model, recipe, [batch(model)])
 

@@ -43,6 +43,9 @@ class Bindings:
     def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
         """A qparam of a slot, or its folded weight."""
         assert self.statistics.qparams is not None
+        stack = self.statistics.plan.stacks.get(slot.module)
+        if stack is not None:
+            return self.weights.folded_stack(stack, self.statistics.qparams)
         qparams = self.statistics.qparams[slot.name]
         if key == "folded":
             return self.weights.folded(slot, qparams)
@@ -107,7 +110,7 @@ def given_inputs(gm: GraphModule, bindings: Bindings) -> list[GivenInput]:
             result.append(GivenInput(what.key, (), None, None, positions[what.slot]))
             continue
         slots, observe = observers.get(what.slot, ((), None))
-        slots = slots or (plan.slots[what.slot],)
+        slots = slots or (plan.slot_named(what.slot),)
         device = getattr(fake_value(node), "device", None)  # the mask of a batch has none
         result.append(GivenInput(what.key, slots, observe, device))
     return result

@@ -240,7 +240,7 @@ class Calibration:
             what: (
                 equalized.named(what.slot)
                 if what.key == "equalized"
-                else self._bindings.quantized_value(self.plan.slots[what.slot], what.key)
+                else self._bindings.quantized_value(self.plan.slot_named(what.slot), what.key)
             )
             for what in slot_inputs(final.graph).values()
         }

@@ -6,7 +6,7 @@ from typing import Any
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.graph import EnclosedSlot, enclosed_slots, format_graph, inputs_of, tensor_of
 from inlay.nodes.observe import Observe
-from inlay.recipe import Slot
+from inlay.recipe import Plan, Slot
 from inlay.recipe.describe import format_in_words
 from inlay.statistics.by_slot import StatisticsBySlot
 
@@ -21,9 +21,9 @@ def explain(
 ) -> str:
     """The slots as a table, what is equalized, how pieces run, then every distinct graph."""
     graphs = list(graphs)
-    slots = list(statistics.plan.slots.values())
+    slots = statistics.plan.slots
     header = ("slot", "observer", "format", "values seen", "shared with")
-    rows = [header, *(_row(statistics, slot) for slot in slots)]
+    rows = [header, *(_row(statistics, slot) for slot in _first_of_experts(statistics.plan))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -89,6 +89,21 @@ def _enclosed(statistics: StatisticsBySlot, graph: CompiledGraph) -> Iterable[En
         yield from enclosed_slots(graph.gm, statistics.plan, tensors)
 
 
+def _first_of_experts(plan: Plan) -> Iterator[Slot]:
+    """All slots, but of the experts of a layer, which are quantized alike, only the first."""
+    for slot in plan.slots.values():
+        if slot.module not in plan.experts or slot.module.split(".")[-2] == "0":
+            yield slot
+
+
+def _shown(plan: Plan, slot: Slot) -> str:
+    if slot.module not in plan.experts:
+        return slot.name
+    parent, _, projection = slot.module.rsplit(".", 2)
+    count = next(len(s.parameter) for s in plan.stacks.values() if s.experts == parent)
+    return f"{parent}.0 … {count - 1}.{projection}.{slot.base_name}"
+
+
 def _row(statistics: StatisticsBySlot, slot: Slot) -> tuple[str, str, str, str, str]:
     sharing = [other.name for other in statistics.shared_with(slot) if other != slot]
     if not slot.is_observed:
@@ -97,4 +112,4 @@ def _row(statistics: StatisticsBySlot, slot: Slot) -> tuple[str, str, str, str, 
         observer = slot.observer
         seen = "at finalize" if slot.is_weight else str(statistics.seen(slot))
     format = format_in_words(slot.args, slot.base_name)
-    return slot.name, observer, format, seen, ", ".join(sharing) or "-"
+    return _shown(statistics.plan, slot), observer, format, seen, ", ".join(sharing) or "-"

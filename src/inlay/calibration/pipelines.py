@@ -60,6 +60,7 @@ class Pipelines:
 
         Observers are inserted here too: they say which slots share a scale.
         """
+        qparams = self.plan.with_stacks(qparams)
         if self.compare_layers:
             return Pipeline.of(COMPARE, plan=self.plan, qparams=qparams, equalized=equalized)
         left_out = (OutlineRepeats, PruneUnobserved, LeaveOutPadding, FindEqualizable)

@@ -1,6 +1,7 @@
 """Weights of a model as they are, and as the quantized model sees them."""
 
 import weakref
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from inlay.errors import StatisticsError
 from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
+from inlay.recipe.experts import ExpertStack
 
 __all__ = ["Weights"]
 
@@ -23,11 +25,13 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, equalized: EqualizedParameters) -> None:
+        modules = plan.modules_of(model)
         self._modules = {
-            slot.module: weakref.ref(model.get_submodule(slot.module))
+            slot.module: weakref.ref(modules[slot.module])
             for slot in plan.slots.values()
             if slot.module in plan.kinds
         }
+        self._plan = plan
         self.equalized = equalized
         self._folded: dict[str, torch.Tensor] = {}
 
@@ -49,6 +53,16 @@ class Weights:
         if slot.name not in self._folded:
             self._folded[slot.name] = fold_weight(self.plain(slot), slot.args, qparams)
         return self._folded[slot.name]
+
+    def folded_stack(self, stack: ExpertStack, qparams: Mapping[str, QParamsDict]) -> torch.Tensor:
+        """A parameter with the weights of many experts, each as the quantized model sees it."""
+        if stack.name not in self._folded:
+            folded = torch.empty_like(stack.parameter, requires_grad=False)
+            for name, part in stack.parts_of(folded).items():
+                slot = self._plan.slots[f"{name}.weight"]
+                part.copy_(fold_weight(self.plain(slot), slot.args, qparams[slot.name]))
+            self._folded[stack.name] = folded
+        return self._folded[stack.name]
 
     def folded_for_once(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
         """The folded weight, without keeping it: all weights twice may not fit into memory."""

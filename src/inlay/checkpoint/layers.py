@@ -19,10 +19,10 @@ from torch import nn
 
 from inlay.observers import default_observer
 from inlay.recipe import Plan, Recipe, Slot
+from inlay.recipe.experts import experts_in_one_parameter
 
 __all__ = [
     "QuantizedLayer",
-    "experts_in_one_parameter",
     "quantization_config",
     "quantized_layers",
     "saved_name",
@@ -63,10 +63,11 @@ def quantized_layers(
     for slot in plan.slots.values():
         slots.setdefault(slot.module, []).append(slot)
     layers = []
+    modules = plan.modules_of(model)
     for name, own in slots.items():
         if name in full_precision:
             continue
-        module = model.get_submodule(name)
+        module = modules[name]
         only_cache = {slot.base_name for slot in own} == {"k", "v"}
         matched = () if only_cache else match_targets(name, module, by_target)
         scheme = _as_served(name, module, by_target[matched[0]]) if matched else None
@@ -132,18 +133,13 @@ def _ignored(model: nn.Module, layers: Sequence[QuantizedLayer]) -> list[str]:
         )
         if is_meant and name not in quantized:
             ignored += [saved_name(model, name), name]
+    of_experts = {name.rsplit(".", 2)[0] for name in quantized}
     for name, _ in experts_in_one_parameter(model) if quantized else ():
+        if name in of_experts:
+            continue
         # A loader that splits experts makes a Linear of each.
         ignored += [f"re:{re.escape(n)}[.].*" for n in (saved_name(model, name), name)]
     return list(dict.fromkeys(ignored))
-
-
-def experts_in_one_parameter(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Yield modules that hold many experts in one parameter."""
-    for name, module in model.named_modules():
-        parameters = module.parameters(recurse=False)
-        if name.endswith("experts") and any(parameter.dim() == 3 for parameter in parameters):
-            yield name, module
 
 
 def saved_name(model: Any, module: str) -> str:

@@ -3,7 +3,7 @@
 import copy
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import nn
 from inlay.checkpoint.gate import describe_unusable, require_servable
 from inlay.checkpoint.layers import (
     QuantizedLayer,
-    experts_in_one_parameter,
     quantization_config,
     quantized_layers,
 )
@@ -29,6 +28,7 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import QParamsDict
 from inlay.progress import watched
 from inlay.recipe import Plan, Recipe, Slot
+from inlay.recipe.experts import ExpertStack
 
 __all__ = ["CheckpointSizes", "require_servable", "save_checkpoint"]
 
@@ -71,11 +71,14 @@ def save_checkpoint(
     full_precision = require_servable(plan, qparams, accept=accept)
     layers = quantized_layers(model, plan, recipe, full_precision)
     config = quantization_config(model, recipe, layers)
-    _warn_of_experts(model, config)
+    _warn_of_experts(plan, config)
     folder = Path(folder)
     shards = Shards(folder, max_size)
     keep_ties = not _shares_quantized_weight(model, layers)
     state = _unquantized_state(model, layers, keep_ties)
+    for stack in plan.stacks:
+        state.pop(stack)
+    names = {name: own for stack in plan.stacks.values() for name, own in _saved(model, stack)}
     if equalized is not None:
         own = dict(model.named_parameters(remove_duplicate=False))
         state.update(
@@ -87,7 +90,7 @@ def save_checkpoint(
         quantized = {}
         for layer in own_layers:
             quantized.update(_compressed(layer, qparams, equalized))
-        shards.add(_as_saved(model, unquantized, quantized))
+        shards.add(_as_saved(model, unquantized, quantized, names))
     shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
     _write_configs(folder, model, keep_ties)
     ModelCompressor(quantization_config=config).update_config(str(folder))
@@ -209,13 +212,46 @@ def _observed_shape(
     return {"weight": (rows, columns), "input": (columns,), "output": (rows,)}[slot.base_name]
 
 
-def _as_saved(
-    model: Any, unquantized: dict[str, torch.Tensor], quantized: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return the tensors under the names, and in the form, that transformers saves."""
+def _saved(model: Any, stack: ExpertStack) -> Iterator[tuple[str, str]]:
+    """Yield the names of experts in the model, and those that their weights have when saved.
+
+    :raises ConfigurationError: if transformers does not save one matrix for each
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
+    # Numbers tell which part of the parameter is saved under which name.
+    numbers = torch.arange(stack.parameter.shape[0] * len(stack.projections))
+    numbers = numbers.repeat_interleave(stack.parameter.shape[1] // len(stack.projections))
+    marked = numbers.reshape(*stack.parameter.shape[:2], 1).expand(stack.parameter.shape)
+    saved = revert_weight_conversion(model, {stack.name: marked.to(torch.int32)})
+    place = {int(tensor.flatten()[0]): name for name, tensor in saved.items() if tensor.dim() == 2}
+    if len(place) != len(stack.members):
+        raise ConfigurationError(
+            f"transformers saves {stack.name} as {', '.join(list(saved)[:3])}, not as a matrix for "
+            "each expert; ignore its experts in the recipe"
+        )
+    for number, name in enumerate(stack.members):
+        yield name, place[number].removesuffix(".weight")
+
+
+def _as_saved(
+    model: Any,
+    unquantized: dict[str, torch.Tensor],
+    quantized: dict[str, torch.Tensor],
+    experts: Mapping[str, str],
+) -> dict[str, torch.Tensor]:
+    """Return the tensors under the names, and in the form, that transformers saves.
+
+    :param experts: the names of experts that are saved as modules, by their names in the model
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    named = {}
+    for name in [name for name in quantized if name.rpartition(".")[0] in experts]:
+        module, _, part = name.rpartition(".")
+        named[f"{experts[module]}.{part}"] = quantized.pop(name)
     saved: dict[str, torch.Tensor] = revert_weight_conversion(model, {**unquantized, **quantized})
+    saved.update(named)
     kept = {id(tensor) for tensor in saved.values()}
     changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]
     if changed:
@@ -242,19 +278,19 @@ def _write_configs(folder: Path, model: Any, keep_ties: bool) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _warn_of_experts(model: nn.Module, config: QuantizationConfig) -> None:
+def _warn_of_experts(plan: Plan, config: QuantizationConfig) -> None:
     """Warn of experts in full precision that transformers would not load.
 
     It expects all experts of a compressed checkpoint to be quantized, and accepts experts without
     scales only in FP8 checkpoints.
     """
-    experts = [name for name, _ in experts_in_one_parameter(model)]
+    experts = list(plan.experts_left)
     formats = {scheme.format for scheme in config.config_groups.values()}
     if experts and formats - {CompressionFormat.float_quantized.value}:
         warnings.warn(
-            f"{experts[0]} and {len(experts) - 1} more stay in full precision. transformers "
-            "expects quantized experts in such a checkpoint and would start with random ones; load "
-            "it with another library, or use an FP8 scheme",
+            f"{experts[0]} and {len(experts) - 1} more stay in full precision: "
+            f"{plan.experts_left[experts[0]]}. transformers expects quantized experts in such a "
+            "checkpoint and would start with random ones",
             stacklevel=3,
         )
 

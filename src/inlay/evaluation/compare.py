@@ -76,7 +76,7 @@ def _require_finalized(model: nn.Module, calibration: Calibration) -> None:
     statistics = calibration.statistics
     if not statistics.is_final:
         raise ConfigurationError("finalize the calibration before comparing its result")
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = statistics.plan.modules_of(model)
     for slot in statistics.plan.weight_slots():
         weight = getattr(modules.get(slot.module), "weight", None)
         if statistics.plan.owner(weight) is None:

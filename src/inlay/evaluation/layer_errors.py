@@ -63,7 +63,7 @@ def layer_errors(model: nn.Module, bindings: Bindings) -> tuple[LayerError, ...]
             weight_sqnr_db=_weight(bindings, slots).decibels,
             input_sqnr_db=_input(bindings, name, slots).decibels,
         )
-        for name, _ in model.named_modules()
+        for name in bindings.statistics.plan.modules_of(model)
         if (slots := _quantized_slots(bindings, name))
     )
 

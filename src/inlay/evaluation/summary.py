@@ -13,14 +13,13 @@ from torch import nn
 
 from inlay._version import __version__
 from inlay.calibration import Calibration
-from inlay.checkpoint.layers import experts_in_one_parameter
 from inlay.evaluation.compare import Comparison
 from inlay.evaluation.distributions import Clip, distribution_of_histogram, distribution_of_weight
 from inlay.evaluation.findings import layer_findings, slot_findings, unquantized_findings
 from inlay.observers import Observer, QParamsDict
 from inlay.observers.histogram import HistogramObserver
 from inlay.ranges.float_histogram import Histogram
-from inlay.recipe import Slot, format_in_words, recipe_text, scheme_in_words
+from inlay.recipe import Plan, Slot, format_in_words, recipe_text, scheme_in_words
 from inlay.report.data import (
     EqualizedValue,
     Finding,
@@ -120,22 +119,23 @@ def _findings(
             if kind == "linear" and not statistics.plan.of_module(name)
         ],
     )
-    yield from _about_experts(model)
+    yield from _about_experts(statistics.plan)
     yield from _about_comparison(comparison)
     if any(s.distribution is not None and s.kind in "qkv" and s.scale_count > 1 for s in slots):
         text = "Distributions of queries, keys and values combine all heads."
         yield Finding(severity="note", text=text)
 
 
-def _about_experts(model: nn.Module) -> Iterable[Finding]:
-    """Report experts that share one parameter: a recipe targets modules, and they are none."""
-    found = [name for name, _ in experts_in_one_parameter(model)]
-    if found:
-        text = (
-            f"{len(found):,} modules hold all their experts in one parameter, such as {found[0]}; "
-            "they are not Linear modules and stay in full precision."
+def _about_experts(plan: Plan) -> Iterable[Finding]:
+    """Report experts that stay as they are although the recipe may mean them."""
+    left = plan.experts_left
+    for reason in dict.fromkeys(left.values()):
+        names = [name for name, own in left.items() if own == reason]
+        yield Finding(
+            severity="note",
+            text=f"The experts of {names[0]} and {len(names) - 1:,} more modules stay in full "
+            f"precision: {reason}.",
         )
-        yield Finding(severity="note", text=text)
 
 
 def _about_comparison(comparison: Comparison | None) -> Iterable[Finding]:
@@ -159,7 +159,7 @@ class _SlotRecords:
     def __init__(self, calibration: Calibration, layers: Iterable[LayerError]) -> None:
         statistics = self._statistics = calibration.statistics
         self._equalized = calibration.equalization.parameters
-        self._modules = dict(calibration.model.named_modules(remove_duplicate=False))
+        self._modules = statistics.plan.modules_of(calibration.model)
         places = {name: place for place, name in enumerate(self._modules)}
         self._slots = sorted(statistics.plan.slots.values(), key=lambda s: places[s.module])
         share = _BINS_IN_ALL // max(1, len(self._slots))
@@ -281,9 +281,13 @@ def _estimated_sizes(model: nn.Module, statistics: StatisticsBySlot) -> tuple[in
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     before = after = sum(tensor.nbytes for tensor in tensors.values())
     assert statistics.qparams is not None
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for slot in statistics.plan.weight_slots():
-        weight = tensors.pop(id(modules[slot.module].weight), None)  # count tied weights once
+    modules = statistics.plan.modules_of(model)
+    plan = statistics.plan
+    for slot in plan.weight_slots():
+        own = modules[slot.module].weight
+        assert isinstance(own, torch.Tensor)
+        # Count tied weights once.
+        weight = own if slot.module in plan.experts else tensors.pop(id(own), None)
         qparams = statistics.qparams.get(slot.name)
         if weight is None or qparams is None:
             continue

@@ -43,9 +43,9 @@ _WIDENING = {
 
 @dataclass(frozen=True)
 class WeightUse:
-    """An op that uses the weight of a Linear or an Embedding."""
+    """An op that uses the weight of a Linear or an Embedding, or those of many experts."""
 
-    kind: str
+    kind: str  # "linear", "embedding" or "experts"
     value: Node | None  # the activation; an embedding has none
     weight: torch.Tensor | None  # the very tensor, where it is known
     weight_node: Node | None  # None where the op is a call of the module itself
@@ -77,7 +77,7 @@ def weight_use(gm: GraphModule, node: Node) -> WeightUse | None:
         return WeightUse("embedding", None, weight, weight_node, node)
     if not isinstance(value, Node):
         return None
-    return WeightUse("linear", value, weight, weight_node, output)
+    return WeightUse(operands.kind, value, weight, weight_node, output)
 
 
 _Place = tuple[int, tuple[str, ...]]  # of an argument: its position, and names it may have
@@ -119,6 +119,7 @@ _OPERANDS = {
     "linear": _Operands("linear", (0, _FIRST), (1, ("weight",))),
     "embedding": _Operands("embedding", (0, _FIRST), (1, ("weight",))),
     "embedding, weight first": _Operands("embedding", (1, ("indices",)), (0, ("weight",))),
+    "grouped": _Operands("experts", (0, _FIRST), (1, ("weight", "mat2")), is_product=True),
     "product": _Operands("linear", (0, _FIRST), (1, ("other", "mat2")), is_product=True),
     "addmm": _Operands("linear", (1, ("mat1",)), (2, ("mat2",)), is_product=True),
 }
@@ -131,6 +132,8 @@ def _operands(node: Node) -> _Operands | None:
         if node.target in _EMBEDDING:
             first = node.target in _WEIGHT_FIRST
             return _OPERANDS["embedding, weight first" if first else "embedding"]
+        if _name_of(node.target) in _GROUPED:
+            return _OPERANDS["grouped"]
     name = tensor_op(node)
     if name in _PRODUCTS:
         return _OPERANDS["product"]
@@ -177,6 +180,17 @@ def transposed_by(node: Any) -> Node | None:
     return source if swapped else None
 
 
+def _name_of(target: Any) -> str:
+    return str(target.overloadpacket if isinstance(target, OpOverload) else target)
+
+
+# Products of the rows of each expert with its matrix. The last is used where others do not compile.
+_GROUPED = {
+    str(F.grouped_mm),
+    str(torch.ops.aten._grouped_mm),
+    str(getattr(torch, "_grouped_mm", None)),
+    "transformers.grouped_mm_fallback",
+}
 _PRODUCTS = {"matmul", "mm", "linalg_matmul"}
 _TRANSPOSES = {"t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H"}
 _SWAPS = {"transpose", "swapaxes", "swapdims", "movedim", "moveaxis"}

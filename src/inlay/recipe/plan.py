@@ -1,8 +1,10 @@
 """A recipe applied to a model: its slots, found by module and by weight."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import groupby
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -19,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from inlay.errors import ConfigurationError, ObservationError
 from inlay.observers import FUSED_LAYER_NAMES, flatten_for_calibration
 from inlay.ranges.args import key_of
+from inlay.recipe.experts import ExpertLinear, ExpertStack, expert_stacks
 from inlay.recipe.recipe import Recipe
 from inlay.recipe.slot import BASE_NAMES, Slot
 
@@ -51,17 +54,90 @@ class Plan:
             kind = next((k for k, cls in _KINDS.items() if isinstance(module, cls)), None)
             if kind is not None:
                 self.kinds[name] = kind
-        _require_matches(model, recipe)
+        self.experts: dict[str, ExpertLinear] = {}  # by name
+        self.stacks: dict[str, ExpertStack] = {}  # parameters whose experts are quantized
+        self._stacked: dict[str, Slot] = {}  # what an op on a whole stack has for slots
+        # The second: why experts stay as they are, by the module that has them.
+        stacks, self.experts_left = expert_stacks(model)
+        for stack in stacks:
+            self.experts.update({name: ExpertLinear(w) for name, w in stack.members.items()})
+        everything = self.modules_of(model)
+        _require_matches(everything, type(model).__name__, recipe)
         for name, parts in _quantized_parts(model, recipe):
-            for base_name, args in parts:
-                slot = Slot(name, base_name, args)
-                self.slots[slot.name] = slot
-        _require_fitting_weights(model, self.weight_slots())
+            self._add(name, parts)
+        for _, alike in groupby(stacks, lambda stack: stack.experts):
+            self._add_experts(list(alike))
+        _require_fitting_weights(everything, self.weight_slots())
         if recipe.equalize is not None and not any(True for _ in self.channel_slots()):
             raise ConfigurationError(
                 "the recipe equalizes the channels of inputs, but quantizes no input; leave "
                 "equalize out, or choose a scheme such as W8A8_STATIC"
             )
+
+    def _add(self, module: str, parts: Iterable[tuple[str, QuantizationArgs]]) -> None:
+        for base_name, args in parts:
+            slot = Slot(module, base_name, args)
+            self.slots[slot.name] = slot
+
+    def _add_experts(self, stacks: Sequence[ExpertStack]) -> None:
+        """Give slots to the experts of a module, and to the parameters that hold them.
+
+        :raises ConfigurationError: if the recipe does not treat them alike
+        """
+        schemes, ignored = _schemes_of(self.recipe), self.recipe.config.ignore or ()
+        found = {
+            name: _matched(name, self.experts[name], schemes, ignored)
+            for stack in stacks
+            for name in stack.members
+        }
+        first = next(iter(found))
+        unlike = [name for name in found if _key_of(found[name]) != _key_of(found[first])]
+        if unlike:
+            raise ConfigurationError(
+                f"the recipe quantizes {unlike[0]} unlike {first}; a server runs all experts of "
+                f"{stacks[0].experts} as one, so target or ignore all of them"
+            )
+        scheme = found[first]
+        reason = "the recipe does not target them" if scheme is None else _reason_left(scheme)
+        if scheme is None or reason is not None:
+            self.experts_left[stacks[0].experts] = str(reason)
+            return
+        parts = [("weight", scheme.weights), ("input", scheme.input_activations)]
+        given = [(base_name, args) for base_name, args in parts if args is not None]
+        for name in found:
+            self.kinds[name] = "linear"
+            self._owners[self.experts[name].weight] = [name]
+            self._add(name, given)
+        for stack in stacks:
+            self.stacks[stack.name] = stack
+            self.kinds[stack.name] = "experts"
+            self._owners[stack.parameter] = [stack.name]
+            for base_name, args in given:
+                self._stacked[f"{stack.name}.{base_name}"] = Slot(stack.name, base_name, args)
+
+    def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return all modules by name, and each expert as a module of its own."""
+        of_parent: dict[str, dict[str, nn.Module]] = {}
+        for name, expert in self.experts.items():
+            of_parent.setdefault(name.rsplit(".", 2)[0], {})[name] = expert
+        found: dict[str, nn.Module] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            found[name] = module
+            found.update(of_parent.get(name, {}))
+        return found
+
+    def slot_named(self, name: str) -> Slot:
+        """Return a slot, or that of all experts in a parameter."""
+        return self._stacked[name] if name in self._stacked else self.slots[name]
+
+    def with_stacks(self, qparams: Mapping[str, Any]) -> dict[str, Any]:
+        """Return qparams that also name the stacks of which all experts have some."""
+        complete: dict[str, Any] = {
+            f"{name}.weight": {}
+            for name, stack in self.stacks.items()
+            if all(f"{member}.weight" in qparams for member in stack.members)
+        }
+        return {**qparams, **complete}
 
     def owner(self, weight: torch.Tensor | None, kind: str | None = None) -> str | None:
         """Find the module of that kind with this weight: a quantized one, if several share it."""
@@ -77,7 +153,8 @@ class Plan:
 
     def of_module(self, module: str) -> dict[str, Slot]:
         """Return the slots of a module by base name."""
-        slots = (self.slots.get(f"{module}.{base_name}") for base_name in BASE_NAMES)
+        known = self._stacked if module in self.stacks else self.slots
+        slots = (known.get(f"{module}.{base_name}") for base_name in BASE_NAMES)
         return {slot.base_name: slot for slot in slots if slot is not None}
 
     def signature(self, module: str | None) -> tuple[tuple[str, str], ...]:
@@ -160,7 +237,7 @@ def _quantized_parts(
                 "that takes one; leave kv_cache out"
             )
 
-    schemes = {t: scheme for scheme in config.config_groups.values() for t in scheme.targets}
+    schemes = _schemes_of(recipe)
     for name, module in match_named_modules(model, schemes, config.ignore):
         scheme: QuantizationScheme = schemes[match_targets(name, module, schemes)[0]]
         if is_cached_attention_module(module) and is_narrow_match(model, scheme.targets, name):
@@ -186,11 +263,52 @@ def _quantized_parts(
     yield from attention.items()
 
 
-def _require_fitting_weights(model: nn.Module, slots: Iterable[Slot]) -> None:
+def _schemes_of(recipe: Recipe) -> dict[str, QuantizationScheme]:
+    """The schemes of a recipe by target."""
+    groups = recipe.config.config_groups.values()
+    return {target: scheme for scheme in groups for target in scheme.targets}
+
+
+def _matched(
+    name: str,
+    module: nn.Module,
+    schemes: Mapping[str, QuantizationScheme],
+    ignore: Sequence[str],
+) -> QuantizationScheme | None:
+    matched = match_targets(name, module, schemes)
+    return schemes[matched[0]] if matched and not is_match(name, module, ignore) else None
+
+
+def _key_of(scheme: QuantizationScheme | None) -> str:
+    """A text that is the same for schemes that quantize alike, whatever they target."""
+    return "" if scheme is None else str(scheme.model_dump_json(exclude={"targets"}))
+
+
+def _reason_left(scheme: QuantizationScheme) -> str | None:
+    """Why experts in one parameter cannot be quantized this way; None if they can."""
+    inputs, weights = scheme.input_activations, scheme.weights
+    if weights is None:
+        return "the recipe does not quantize their weights"
+    if inputs is not None and inputs.dynamic is not True:
+        return (
+            "the recipe quantizes their inputs with scales found beforehand, and inputs are not "
+            "observed for each expert; use a scheme with dynamic inputs, or without"
+        )
+    if scheme.output_activations is not None:
+        return "the recipe quantizes their outputs"
+    if Slot("", "weight", weights).importance is not None:
+        return (
+            f"{weights.observer} weighs the channels of inputs, which are not observed for each "
+            "expert; name another observer for the weights"
+        )
+    return None
+
+
+def _require_fitting_weights(modules: Mapping[str, nn.Module], slots: Iterable[Slot]) -> None:
     """Refuse weights that cannot be divided as the recipe asks, before hours of calibration."""
     problems = {}
     for slot in slots:
-        weight = model.get_submodule(slot.module).weight
+        weight = modules[slot.module].weight
         assert isinstance(weight, torch.Tensor)
         try:
             flatten_for_calibration(weight.detach().to("meta"), "weight", slot.args)
@@ -206,8 +324,8 @@ def _require_fitting_weights(model: nn.Module, slots: Iterable[Slot]) -> None:
         )
 
 
-def _require_matches(model: nn.Module, recipe: Recipe) -> None:
-    modules = list(model.named_modules())
+def _require_matches(everything: Mapping[str, nn.Module], model: str, recipe: Recipe) -> None:
+    modules = list(everything.items())
     targets = [t for scheme in recipe.config.config_groups.values() for t in scheme.targets]
     ignored = recipe.config.ignore or []
     for what, patterns in (("target", targets), ("ignore", ignored)):
@@ -221,7 +339,7 @@ def _require_matches(model: nn.Module, recipe: Recipe) -> None:
             shared = [pattern for pattern in missing if pattern.startswith("re:")]
             if shared:
                 warnings.warn(
-                    f"ignore {', '.join(shared)} matches no module of {type(model).__name__}",
+                    f"ignore {', '.join(shared)} matches no module of {model}",
                     stacklevel=4,
                 )
             missing = [pattern for pattern in missing if pattern not in shared]
@@ -230,7 +348,7 @@ def _require_matches(model: nn.Module, recipe: Recipe) -> None:
             close = get_close_matches(missing[0], known, n=1)
             hint = f"Did you mean {close[0]}? " if close else ""
             raise ConfigurationError(
-                f"{what} {', '.join(missing)} matches no module of {type(model).__name__}. "
+                f"{what} {', '.join(missing)} matches no module of {model}. "
                 f"{hint}The model has {_overview(modules)}"
             )
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import apply_quantization_config
+from compressed_tensors.quantization import QuantizationType, apply_quantization_config
 from torch import nn
 
 from inlay.calibration import Calibration
@@ -172,6 +172,8 @@ def _forward_agrees(
     assert qparams is not None
     if any(slot.is_attention for slot in plan.slots.values()):
         return "the forward of compressed-tensors, which wraps attention only while serving", False
+    if plan.stacks:
+        return "the forward of compressed-tensors, which has no experts in one parameter", False
     missing = [s.name for s in plan.slots.values() if s.is_observed and s.name not in qparams]
     if missing:
         return f"the forward of compressed-tensors, as {missing[0]} saw no data", False
@@ -191,6 +193,16 @@ def _forward_agrees(
     return "the finalized graph computes what compressed-tensors computes", True
 
 
+def _loads_experts(plan: Plan) -> bool:
+    """Whether transformers runs experts that are quantized like those of the plan.
+
+    It loads packed integers without zero points, and FP8, of which it does not quantize inputs.
+    """
+    slots = plan.of_module(next(iter(plan.experts)))
+    args = slots["weight"].args
+    return "input" not in slots and bool(args.symmetric) and args.type == QuantizationType.INT
+
+
 def _checkpoint_agrees(
     calibration: Calibration, batch: Any, found: list[torch.Tensor]
 ) -> tuple[str, bool]:
@@ -198,6 +210,8 @@ def _checkpoint_agrees(
     model: Any = calibration.model
     if not hasattr(model, "save_pretrained"):
         return "a checkpoint, as the model is not one of transformers", False
+    if calibration.plan.stacks and not _loads_experts(calibration.plan):
+        return "a checkpoint, as transformers runs such experts otherwise than a server", False
     with tempfile.TemporaryDirectory() as folder:
         calibration.save(f"{folder}/checkpoint", report=False)
         loaded = type(model).from_pretrained(f"{folder}/checkpoint", dtype=model.dtype).eval()
