@@ -10,7 +10,7 @@ from peer import assert_same_tensors, preset, quantized
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from inlay import Calibration, ConfigurationError, Recipe
+from inlay import Calibration, ConfigurationError, Recipe, StatisticsError
 from inlay.nodes.quantize import fold_weight
 from inlay.recipe import Plan, make_observer
 
@@ -149,3 +149,14 @@ def test_explain_shows_a_range_of_experts() -> None:
     assert f"{EXPERTS}.0 … 3.gate_proj.weight " in shown
     assert f"{EXPERTS}.1.gate_proj" not in shown
     assert shown.startswith(f"{len(calibration.plan.slots)} slots")
+
+
+def test_a_broken_expert_is_not_lost_when_saving(tmp_path: Path) -> None:
+    model = model_of(mixtral)
+    model.get_parameter(f"{EXPERTS}.down_proj").data[2, 0, 0] = torch.nan
+    calibration = Calibration(model, recipe_of("FP8_DYNAMIC"), compiler="eager", progress=False)
+    with pytest.raises(StatisticsError, match=r"experts.2.down_proj.weight"):
+        calibration.finalize()
+    calibration.finalize(accept={"not_finite"})
+    with pytest.raises(StatisticsError, match=r"experts.2.down_proj would stay in full precision"):
+        calibration.save(tmp_path / "out", report=False)

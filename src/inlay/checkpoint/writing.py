@@ -69,6 +69,7 @@ def save_checkpoint(
     _require_saveable(model)
     max_size = size_in_bytes(max_shard_size)
     full_precision = require_servable(plan, qparams, accept=accept)
+    _require_whole_stacks(plan, full_precision)
     layers = quantized_layers(model, plan, recipe, full_precision)
     config = quantization_config(model, recipe, layers)
     _warn_of_experts(plan, config)
@@ -110,6 +111,16 @@ def _require_saveable(model: nn.Module) -> None:
         raise ConfigurationError(
             "some weights of the model are offloaded, not in memory; load it without device_map"
         )
+
+
+def _require_whole_stacks(plan: Plan, full_precision: Collection[str]) -> None:
+    for stack in plan.stacks.values():
+        without = [name for name in stack.members if name in full_precision]
+        if without:
+            raise StatisticsError(
+                f"{', '.join(without)} would stay in full precision, and no server loads experts "
+                f"of which only some are quantized; ignore all experts of {stack.experts}"
+            )
 
 
 def _shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:
@@ -219,11 +230,13 @@ def _saved(model: Any, stack: ExpertStack) -> Iterator[tuple[str, str]]:
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    # Numbers tell which part of the parameter is saved under which name.
-    numbers = torch.arange(stack.parameter.shape[0] * len(stack.projections))
-    numbers = numbers.repeat_interleave(stack.parameter.shape[1] // len(stack.projections))
-    marked = numbers.reshape(*stack.parameter.shape[:2], 1).expand(stack.parameter.shape)
-    saved = revert_weight_conversion(model, {stack.name: marked.to(torch.int32)})
+    # Numbers in place of rows tell which part of the parameter is saved under which name.
+    experts, rows, _ = stack.parameter.shape
+    parts = len(stack.projections)
+    numbers = torch.arange(experts * parts).repeat_interleave(rows // parts)
+    # Of two columns: transformers drops a dimension of size one.
+    marked = numbers.reshape(experts, rows, 1).repeat(1, 1, 2)
+    saved = revert_weight_conversion(model, {stack.name: marked})
     place = {int(tensor.flatten()[0]): name for name, tensor in saved.items() if tensor.dim() == 2}
     if len(place) != len(stack.members):
         raise ConfigurationError(
@@ -246,12 +259,15 @@ def _as_saved(
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    named = {}
-    for name in [name for name in quantized if name.rpartition(".")[0] in experts]:
+    named, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in quantized.items():
         module, _, part = name.rpartition(".")
-        named[f"{experts[module]}.{part}"] = quantized.pop(name)
-    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, {**unquantized, **quantized})
-    saved.update(named)
+        if module in experts:
+            named[f"{experts[module]}.{part}"] = tensor
+        else:
+            others[name] = tensor
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, {**unquantized, **others})
+    saved = {**converted, **named}
     kept = {id(tensor) for tensor in saved.values()}
     changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]
     if changed:
