@@ -16,8 +16,7 @@ def fresh_dynamo() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("compiler", "bias"), [("eager", False), ("aot_eager", True)])
 def test_falcon_is_observed_and_quantized_as_eagerly(compiler: str, bias: bool) -> None:
     model = falcon(bias=bias)
     config = STATIC.config.model_copy(update={"ignore": ["lm_head"]})

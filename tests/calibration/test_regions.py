@@ -91,10 +91,8 @@ PAIRS = [
     *((llama, kind) for kind in RECIPES),
     (qwen3, "cache"),
     (gemma3, "cache"),
-    (gemma3, "average"),
     (mixtral, "importance"),
     (bert, "importance"),
-    (bert, "static"),
     (vit, "static"),
 ]
 

@@ -83,7 +83,7 @@ def test_what_it_writes_is_loaded_by_transformers(place: Path) -> None:
 def test_again_it_is_refused_unless_it_may_overwrite(place: Path) -> None:
     before = (place / "out_one" / "model.safetensors").read_bytes()
     again = ["calibrate", "model", "--scheme", "W8A8", "--out", "out_one"]
-    assert "is not empty" in in_a_process(place, *again, code=1)
+    assert "is not empty" in inlay(place, *again, code=1)
     assert (place / "out_one" / "model.safetensors").read_bytes() == before
     written = (place / "out_one" / "model.safetensors").stat().st_ino
     shown = inlay(place, *calibrate("one"), "--overwrite")

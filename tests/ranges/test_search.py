@@ -22,7 +22,7 @@ from inlay.ranges.powers import absolute_power, power_in_place
 from inlay.ranges.qparams import qparams_of_range
 from inlay.ranges.rounding import as_rounded, quantize_dequantize
 from inlay.ranges.search import RangeSearch
-from inlay.testing.strategies import CASES, FP8, INT4, INT8, MXFP4, NVFP4, make_args, observables
+from inlay.testing.strategies import CASES, FP8, INT4, INT8, NVFP4, make_args, observables
 
 pytestmark = pytest.mark.slow
 
@@ -229,7 +229,6 @@ def test_values_without_a_finite_error(value: float) -> None:
         ({**GROUP, "symmetric": False}, torch.bfloat16, {"norm": 2.0}),
         (NVFP4, torch.bfloat16, {"norm": 2.0}),
         ({**FP8, "strategy": "tensor"}, torch.float32, {}),
-        (MXFP4, torch.float32, {"norm": 2.0}),
         ({**INT8, "strategy": "channel"}, torch.float16, {"norm": 2.0}),
     ],
     ids=[
@@ -238,7 +237,6 @@ def test_values_without_a_finite_error(value: float) -> None:
         "int4-asymmetric-bfloat16",
         "nvfp4-bfloat16",
         "fp8-tensor",
-        "mxfp4",
         "int8-float16",
     ],
 )
@@ -320,7 +318,6 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
     ("compiler", "dtype"),
     [
         ("aot_eager", torch.float32),
-        ("inductor", torch.float32),
         ("inductor", torch.bfloat16),
     ],
 )
