@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -31,6 +32,7 @@ __all__ = [
     "fake_mode_of",
     "graph_break_errors",
     "inductor_settings",
+    "is_grouped_product",
     "is_proxied",
     "lazy_graph_module",
     "lost_guards",
@@ -63,6 +65,18 @@ def written_arguments(op: OpOverload) -> list[tuple[int, str]]:
         for position, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def is_grouped_product(target: Any) -> bool:
+    """Whether an op multiplies the rows of each expert by its matrix.
+
+    `torch._grouped_mm` came with torch 2.8 and became `F.grouped_mm` in 2.10; transformers has an
+    op of its own for where these do not compile.
+    """
+    op = target.overloadpacket if isinstance(target, OpOverload) else target
+    owners = ((F, "grouped_mm"), (torch, "_grouped_mm"), (torch.ops.aten, "_grouped_mm"))
+    known = (getattr(owner, name, None) for owner, name in owners)
+    return any(op is each for each in known) or str(op) == "transformers.grouped_mm_fallback"
 
 
 def fake_mode_of(*values: Any) -> FakeTensorMode | None:

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from inlay.graph.inputs import tensor_of
 from inlay.graph.meta import made_by, stamp
-from inlay.torch_private import HigherOrderOperator, OpOverload
+from inlay.torch_private import HigherOrderOperator, OpOverload, is_grouped_product
 
 __all__ = [
     "WeightUse",
@@ -132,7 +132,7 @@ def _operands(node: Node) -> _Operands | None:
         if node.target in _EMBEDDING:
             first = node.target in _WEIGHT_FIRST
             return _OPERANDS["embedding, weight first" if first else "embedding"]
-        if _name_of(node.target) in _GROUPED:
+        if is_grouped_product(node.target):
             return _OPERANDS["grouped"]
     name = tensor_op(node)
     if name in _PRODUCTS:
@@ -180,17 +180,6 @@ def transposed_by(node: Any) -> Node | None:
     return source if swapped else None
 
 
-def _name_of(target: Any) -> str:
-    return str(target.overloadpacket if isinstance(target, OpOverload) else target)
-
-
-# Products of the rows of each expert with its matrix. The last is used where others do not compile.
-_GROUPED = {
-    str(F.grouped_mm),
-    str(torch.ops.aten._grouped_mm),
-    str(getattr(torch, "_grouped_mm", None)),
-    "transformers.grouped_mm_fallback",
-}
 _PRODUCTS = {"matmul", "mm", "linalg_matmul"}
 _TRANSPOSES = {"t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H"}
 _SWAPS = {"transpose", "swapaxes", "swapdims", "movedim", "moveaxis"}
