@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from inlay.allocator import keeping_freed_memory, return_freed_memory
 from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.blocks import Blocks
@@ -130,7 +131,7 @@ class Calibration:
         if self._graphs_run is None:
             self._graphs_run = self._compile_for_statistics()
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
-        with torch.no_grad(), recompile_without_limit():
+        with torch.no_grad(), recompile_without_limit(), keeping_freed_memory():
             return self._graphs_run(*args, **given)
 
     def expect(self, batches: int) -> None:
@@ -198,6 +199,7 @@ class Calibration:
         :return: `{slot: {"scale": …, "zero_point": …, "global_scale": …}}`
         """
         if not self.statistics.is_final:
+            return_freed_memory()  # of batches; weights need it now
             finalize(
                 self.statistics,
                 self._bindings.weights.plain,
