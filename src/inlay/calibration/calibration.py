@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from inlay.allocator import keeping_freed_memory, return_freed_memory
 from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.blocks import Blocks
@@ -25,13 +24,14 @@ from inlay.calibration.weights import Weights
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
+from inlay.memory import collecting_garbage_later, keeping_freed_memory, return_freed_memory
 from inlay.observers import QParamsDict
 from inlay.passes import PREPARE
 from inlay.recipe import Plan, Recipe
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.finalize import finalize
 from inlay.statistics.on_disk import DataSeen, StoredStatistics, with_gathering_observers
-from inlay.torch_private import recompile_without_limit
+from inlay.torch_private import observing_dynamo
 
 __all__ = ["Calibration"]
 
@@ -131,7 +131,12 @@ class Calibration:
         if self._graphs_run is None:
             self._graphs_run = self._compile_for_statistics()
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
-        with torch.no_grad(), recompile_without_limit(), keeping_freed_memory():
+        with (
+            torch.no_grad(),
+            observing_dynamo(),
+            keeping_freed_memory(),
+            collecting_garbage_later(),
+        ):
             return self._graphs_run(*args, **given)
 
     def expect(self, batches: int) -> None:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from inlay import allocator
-from inlay.allocator import keeping_freed_memory, return_freed_memory
+from inlay import memory
+from inlay.memory import keeping_freed_memory, return_freed_memory
 
 PAGES = 8 << 20 >> 12  # of one tensor of 8 MiB
 
 # In a process of its own: what a heap looks like depends on all that ran before.
 MEASURE = """
 import json, resource, torch
-from inlay.allocator import keeping_freed_memory, return_freed_memory
+from inlay.memory import keeping_freed_memory, return_freed_memory
 
 def drop_several():
     held = [torch.zeros(2 << 20) for _ in range(16)]
@@ -53,10 +53,10 @@ def test_freed_memory_is_used_again_and_returned() -> None:
 
 @pytest.fixture
 def without_glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
-    allocator._glibc.cache_clear()
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
+    memory._glibc.cache_clear()
     yield
-    allocator._glibc.cache_clear()
+    memory._glibc.cache_clear()
 
 
 @pytest.mark.usefixtures("without_glibc")
