@@ -5,6 +5,7 @@ which the ranks agree on what is there. A rank that saw no data learns the shape
 and sends what changes nothing, so no rank waits for a collective that never comes.
 """
 
+import io
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,8 +78,20 @@ def from_all_ranks(value: _T) -> list[_T]:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
     with collective():
-        dist.all_gather_object(found, value)
-    return found
+        dist.all_gather_object(found, _packed(value))
+    return [_unpacked(packed) for packed in found]
+
+
+def _packed(value: Any) -> bytes:
+    # By torch: pickle alone does not take tensors of all dtypes.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    # From the processes of this run, so it may hold any object.
+    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
 
 
 def each_by_one_rank(

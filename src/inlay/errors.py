@@ -52,3 +52,6 @@ class RankError(InlayError, RuntimeError):
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
         self.rank = rank
+
+    def __reduce__(self) -> tuple[type["RankError"], tuple[int, str]]:
+        return RankError, (self.rank, str(self))  # to be sent to other processes

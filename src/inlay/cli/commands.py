@@ -363,7 +363,7 @@ def _statistics_folder(out: Path) -> Path:
 def _interrupted(statistics: Path) -> NoReturn:
     if not is_first():
         pass
-    elif any(statistics.glob("*.safetensors")):
+    elif statistics.exists():
         tell(f"interrupted; {statistics} holds the statistics so far: continue with --resume")
     else:
         tell("interrupted before any statistics were saved; nothing was written")

@@ -53,8 +53,9 @@ class Channel:
         self._call = 0  # how many things were begun together
         self._step = 0  # how often processes have met in the last one
         self._looked = 0.0
-        self._started = time.monotonic()
-        self._heard: dict[int, tuple[int, float]] = {}  # signs of life: how many, and when it grew
+        self._listened = time.monotonic()
+        self._heard: dict[int, int] = {}  # how many signs of life
+        self._silent: dict[int, float] = {}  # seconds since the last one
         self._others = [other for other in range(count) if other != own]
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="inlay-alive", daemon=True).start()
@@ -112,16 +113,20 @@ class Channel:
             self.look()
 
     def silence(self) -> dict[int, float]:
-        """For how many seconds each other process has given no sign of life."""
+        """For how many seconds each other process has given no sign of life.
+
+        Seconds in which nobody listened count as few: this process may have been suspended, and the
+        others with it.
+        """
         now = time.monotonic()
-        found = {}
+        passed, self._listened = min(now - self._listened, 4 * _BEAT), now
         for other in self._others:
             beats = self.store.add(f"inlay/alive/{other}", 0)
-            known, since = self._heard.get(other, (0, 0.0))
-            if beats > known:
-                known, since = self._heard[other] = (beats, now)
-            found[other] = now - (since if known else self._started)
-        return found
+            is_new = beats > self._heard.get(other, 0)
+            self._silent[other] = 0.0 if is_new else self._silent.get(other, 0.0) + passed
+            if is_new:
+                self._heard[other] = beats
+        return self._silent
 
     def fail(self, error: BaseException) -> None:
         """Tell the others of an error, and wait a little until they have heard of it."""
