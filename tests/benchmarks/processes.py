@@ -12,7 +12,7 @@ from typing import Any
 CASES = [
     ("W8A8_STATIC", "static_minmax", 32, 256),
     ("W8A8_STATIC", "histogram", 32, 256),
-    ("W4A16", "memoryless_mse", 0, 0),
+    ("NVFP4A16", "memoryless_mse", 0, 0),
 ]
 ROUNDS = 3
 PROCESSES = (1, 2)
@@ -68,10 +68,10 @@ def main(folder: str, scheme: str, observer: str, batches: str, tokens: str) -> 
     counted = _count(dist)
     dist.barrier()
     start = time.perf_counter()
-    inlay.calibrate(model, recipe, data or None, held_out=0, compiler="eager", progress=False)
+    run = inlay.calibrate(model, recipe, data or None, held_out=0, compiler="eager", progress=False)
     seconds = time.perf_counter() - start
     if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, **counted}))
+        print(json.dumps({"seconds": seconds, **counted, **dict(run.record.stages)}))
     dist.destroy_process_group()
 
 
