@@ -114,7 +114,7 @@ def test_scheme_with_a_cache() -> None:
 def test_the_recipe_can_be_read_again(preset: str) -> None:
     observer = {"observer": "mse"}
     recipe = Recipe.from_preset(preset, ignore=["lm_head"], weights=observer)
-    again = Recipe.from_yaml(recipe_text(recipe.config))
+    again = Recipe.from_yaml(recipe_text(recipe))
     # As compressed-tensors writes it: it leaves out the type of a zero point that there is not.
     assert again.config.model_dump(mode="json") == recipe.config.model_dump(mode="json")
 

@@ -64,6 +64,7 @@ class Accepted(str, Enum):
 
     UNOBSERVED = "unobserved"
     NOT_FINITE = "not_finite"
+    FEW_TOKENS = "few_tokens"
     UNFUSED = "unfused"
 
 
