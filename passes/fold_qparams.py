@@ -131,7 +131,7 @@ class FoldQParams(Pass):
                 if routing is None
                 else QuantizeExperts(slot.args, tuple(inputs))
             )
-            whose = {} if routing is None else {"ends": routing.ends}
+            whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
             at = (
                 gm.graph.inserting_after(value)
                 if slot.base_name == "output"

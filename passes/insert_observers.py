@@ -46,8 +46,8 @@ class InsertObservers(Pass):
 
     The node stands right before the op that reads the value, so it sees what the op sees even if
     the value was changed in place before. Outputs are observed right after the op. A weight is the
-    same for every batch; its node marks the place and runs once, at finalize. The input of a product
-    with the weights of many experts is observed for each expert by itself.
+    same for every batch; its node marks the place and runs once, at finalize. The input of a
+    product with the weights of many experts is observed for each expert by itself.
     """
 
     def call(self, gm: GraphModule) -> PassResult:
@@ -122,7 +122,7 @@ class InsertObservers(Pass):
                 add_input(graph, SlotInput(slot.name, key), tensor, self.name)
                 for key, tensor in target.fake_inputs(fake).items()
             ]
-            whose = {} if routing is None else {"ends": routing.ends}
+            whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
             with at:
                 observe = graph.call_function(target, (value, *inputs), whose)
         mark_observer(observe, (slot,))
@@ -154,7 +154,7 @@ def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
 def _experts_of(gm: GraphModule, node: Node) -> int | None:
     """How many experts an op multiplies with; None for all other ops."""
     use = weight_use(gm, node)
-    if use is None or use.kind != "experts":
+    if use is None or use.kind != "experts" or use.weight_node is None:
         return None
     return len(fake_value(use.weight_node))
 

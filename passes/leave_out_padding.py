@@ -36,8 +36,8 @@ class LeaveOutPadding(Pass):
         return y                            return y
 
     A mask has a number for each token of each sequence, zero for padding. A value is matched with a
-    mask by its shape. A value without tokens, such as the input of a pooler, counts as a whole. Rows
-    that are sent to experts are the tokens that the graph took them from.
+    mask by its shape. A value without tokens, such as the input of a pooler, counts as a whole.
+    Rows that are sent to experts are the tokens that the graph took them from.
     """
 
     def requires(self, gm: GraphModule) -> None:
@@ -66,7 +66,8 @@ class LeaveOutPadding(Pass):
 
 
 def _routing_of(node: Node) -> Routing | None:
-    return routing_by(node.kwargs["ends"]) if isinstance(node.target, ObserveExperts) else None
+    ends = node.kwargs.get("ends") if isinstance(node.target, ObserveExperts) else None
+    return routing_by(ends) if isinstance(ends, Node) else None
 
 
 def _mask_of(node: Node, masks: dict[str, Node], of: object) -> Node | None:

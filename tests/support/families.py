@@ -90,7 +90,9 @@ def deepseek_v3(**changes: Any) -> nn.Module:
         "qk_nope_head_dim": 8,
         "v_head_dim": 8,
     }
-    return _seeded(DeepseekV3ForCausalLM, DeepseekV3Config(**{**SIZES, **experts, **heads, **changes}))
+    return _seeded(
+        DeepseekV3ForCausalLM, DeepseekV3Config(**{**SIZES, **experts, **heads, **changes})
+    )
 
 
 def glm4_moe(**changes: Any) -> nn.Module:

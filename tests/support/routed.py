@@ -21,8 +21,8 @@ Rows = dict[str, list[torch.Tensor]]
 def routed_rows(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Rows:
     """Run a model as it is, and take the rows that each projection of each expert gets.
 
-    :return: inputs by the name of the Linear that a checkpoint has, a tensor for each batch in which
-        there were any, without padding
+    :return: inputs by the name of the Linear that a checkpoint has, a tensor for each batch that
+        has any, without padding
     """
     found: Rows = {}
     products: list[torch.Tensor] = []

@@ -148,7 +148,7 @@ class QuantizeExperts(QuantizeDequantize):
         args, names = super().key
         return f"for each expert, {args}", names
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, value: torch.Tensor, *qparams: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
         number = Parts(ends).numbers(len(value)).clamp(max=len(ends) - 1)
@@ -166,4 +166,3 @@ class QuantizeExperts(QuantizeDequantize):
             value, scale, zero_point, self.args, global_scale=global_scale
         )
         return result
-

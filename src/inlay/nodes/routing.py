@@ -93,9 +93,7 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
-def rows_that_count(
-    mask: torch.Tensor | None, tokens: torch.Tensor | None
-) -> torch.Tensor | None:
+def rows_that_count(mask: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor | None:
     """Tell of each row whether its token is one, and not padding; None if all are."""
     if mask is None or tokens is None:
         return None

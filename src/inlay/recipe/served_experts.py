@@ -84,7 +84,7 @@ _FP8 = {
 
 
 def _is(args: QuantizationArgs, kind: QuantizationType, bits: int) -> bool:
-    return args.type == kind and args.num_bits == bits
+    return bool(args.type == kind and args.num_bits == bits)
 
 
 def _name(args: QuantizationArgs) -> str:

@@ -58,7 +58,9 @@ class Coverage:
 def coverage(statistics: StatisticsBySlot) -> list[Coverage]:
     """Count the tokens of each expert, for every layer whose experts have to see data."""
     found = []
-    for experts, slots in groupby(_observed(statistics.plan), lambda s: s.module.rpartition(".")[0]):
+    for experts, slots in groupby(
+        _observed(statistics.plan), lambda s: s.module.rpartition(".")[0]
+    ):
         members = statistics.plan.of_experts(next(slots))
         known = (statistics.gathered(own) for own, *_ in members)
         tokens = tuple(0 if each is None else int(each.tokens) for each in known)
@@ -84,9 +86,8 @@ def require_coverage(statistics: StatisticsBySlot, accept: Collection[str]) -> N
     more = f"; and {len(refused) - _NAMED} more layers" if len(refused) > _NAMED else ""
     raise StatisticsError(
         f"experts saw too few tokens for scales of their own: {named}{more}. Run more batches, or "
-        'other kinds of text; set experts="fill" in the recipe, which gives these experts the range '
-        'of their layer, experts="layer", which gives it to all, or experts="all", which sends every '
-        "token through every expert" + _acceptable(refused)
+        'other kinds of text; set experts="fill" in the recipe, which gives these experts the '
+        'range of their layer, or experts="layer", which gives it to all' + _acceptable(refused)
     )
 
 
@@ -123,7 +124,9 @@ def fill_experts(statistics: StatisticsBySlot) -> None:
         members = statistics.plan.of_experts(slot)
         known = [each for own, *_ in members if (each := statistics.gathered(own)) is not None]
         seen = [each for each in known if not each.is_empty]
-        numbers = starved[slot.module.rpartition(".")[0]] if wanted == "fill" else range(len(members))
+        numbers = (
+            starved[slot.module.rpartition(".")[0]] if wanted == "fill" else range(len(members))
+        )
         if seen and numbers:
             layer = _merged(slot, seen)
             statistics.replaced.update(
@@ -137,7 +140,7 @@ def _merged(slot: Slot, seen: Sequence[Statistics]) -> Statistics:
     except StatisticsError as error:
         raise StatisticsError(
             f"the experts of {slot.module} cannot have the range of their layer: {error}; name "
-            'another observer, or use experts="all"'
+            "another observer"
         ) from error
 
 

@@ -99,6 +99,7 @@ class ExpertStatistics:
                 one.live = one.slot.make_observer()
             one.restore(before.get(one.slot.name, empty))
         return names
+
     @cached_property
     def handle(self) -> int:
         """The number by which a graph finds statistics that it does not update itself."""
