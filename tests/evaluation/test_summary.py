@@ -254,7 +254,8 @@ def test_report_of_a_language_model() -> None:
 )
 def test_reports_of_other_schemes(make: Callable[[], nn.Module], preset: str) -> None:
     model = make()
-    calibration = finalized(model, Recipe.from_preset(preset), batch(model))
+    ignore = ["re:.*[.]experts[.].*"] if make is mixtral else []
+    calibration = finalized(model, Recipe.from_preset(preset, ignore=ignore), batch(model))
     report = report_of(calibration)
     assert ReportData.from_json(report.to_json()) == report
     inputs = [slot for slot in report.slots if slot.kind == "input"]

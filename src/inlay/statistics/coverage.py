@@ -101,8 +101,9 @@ def _acceptable(refused: Iterable[Coverage]) -> str:
     refused = list(refused)
     if all(not any(each.tokens) for each in refused):
         return (
-            '; or leave layers that no token reached in full precision with finalize(accept={"'
-            'unobserved"})'
+            ". Experts are observed where they run as one grouped product: "
+            'model.set_experts_implementation("grouped_mm"). To leave layers that no token reached '
+            'in full precision, use finalize(accept={"unobserved"})'
         )
     if not any(each.none for each in refused):
         return '; or take what they saw with finalize(accept={"few_tokens"})'
