@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrating_ranks import Job, files_in, rows, run
+from calibrating_ranks import Job, files_in, rows, run, save_llama
 from ranks import Ranks
 
 from inlay.errors import ConfigurationError, RankError
@@ -52,6 +52,36 @@ def test_all_ranks_have_the_result_of_one_process(ranks: Ranks, job: Job) -> Non
     for result in found:
         assert result["same"] == alone["same"]
     assert [result["held out"] for result in found] == [alone["held out"], 0, 0, 0]
+
+
+def test_auto_compilers_agree(ranks: Ranks) -> None:
+    job = Job(data=rows(6), llama=1, inputs=STATIC, options={"compiler": "auto", "held_out": 0})
+    found = on_all(ranks, job)
+    assert all(result["same"] == found[0]["same"] for result in found)
+
+
+def test_a_moving_average_weighs_ranks_by_what_they_saw(ranks: Ranks) -> None:
+    """Five batches: two on the first rank, one on each other."""
+    slot = "first.input"
+    job = Job(data=rows(5), inputs={"observer": "minmax"}, options={"held_out": 0})
+    (merged, *others) = (r["same"]["statistics"][slot][0]["max_vals"] for r in on_all(ranks, job))
+    assert others == [merged] * 3
+    accept = {"held_out": 0, "accept": {"unobserved"}}
+    parts = [run(replace(job, data=rows(5)[rank::4], options=accept)) for rank in range(4)]
+    of_ranks = [part["same"]["statistics"][slot][0]["max_vals"] for part in parts]
+    expected = sum(n * torch.tensor(v) for n, v in zip((2, 1, 1, 1), of_ranks, strict=True)) / 5
+    torch.testing.assert_close(torch.tensor(merged), expected)
+
+
+def test_all_compress_and_the_first_writes(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(save_llama, [str(tmp_path / "ranks")] * 4)
+    assert found == [save_llama(str(tmp_path / "alone"))] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ranks"]
+
+
+def test_where_the_first_cannot_write_all_say_so(ranks: Ranks) -> None:
+    for error in ranks.run(save_llama, ["/proc/nowhere"] * 4):
+        assert "cannot write the folder /proc/nowhere" in str(error)
 
 
 def test_weights_are_searched_by_one_rank_each(ranks: Ranks) -> None:
@@ -149,8 +179,10 @@ def test_a_run_of_one_process_goes_on_with_four(ranks: Ranks, tmp_path: Path) ->
     assert all(result["same"] == alone["same"] for result in on_all(ranks, resumed))
 
 
-def test_a_killed_rank_is_named() -> None:
+def test_a_slow_rank_is_waited_for_and_a_killed_one_is_named() -> None:
     pair = Ranks(2)
+    slow = on_all(pair, replace(JOB, stop={1: (9, "be slow")}))
+    assert all(result["same"] == run(JOB)["same"] for result in slow)
     job = replace(JOB, stop={1: (3, "kill")})
     (found,) = pair.run(run, [job] * 2, but=1)
     pair.close()
