@@ -19,6 +19,8 @@ from inlay.cli.arguments import (
     Dtype,
     DtypeOption,
     Equalize,
+    ExpertsOption,
+    ExpertTokens,
     GgufFile,
     Ignore,
     KvCache,
@@ -60,6 +62,7 @@ def calibrate(
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
+    experts: ExpertsOption = None,
     data: Annotated[
         Path | None,
         file_option(
@@ -114,7 +117,7 @@ def calibrate(
     _require_apart(out, model)
     require_room(out, overwrite=overwrite)
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
     from inlay.data.tokenize import read_rows
 
     # Refuse data that cannot be read before loading the library and the model.
@@ -164,6 +167,7 @@ def explain(
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
+    experts: ExpertsOption = None,
     gguf_file: GgufFile = None,
     download: Download = False,
     trust_remote_code: RemoteCode = False,
@@ -173,7 +177,7 @@ def explain(
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
     wanted.require_recipe()
     from inlay.checkpoint.loading import empty_model
     from inlay.cli.tree import tree_of
@@ -224,6 +228,7 @@ def requantize(
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
+    experts: ExpertsOption = None,
     out: Out,
     accept: Accept = None,
     dtype: DtypeOption = Dtype.AUTO,
@@ -242,7 +247,7 @@ def requantize(
     _require_apart(out, model, statistics)
     require_room(out, overwrite=overwrite)
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
     wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.statistics.on_disk import StoredStatistics
@@ -303,6 +308,7 @@ def wanted_of(
     ignore: list[str] | None,
     kv_cache: KvCache | None,
     equalize: str | None,
+    experts: ExpertTokens | None,
 ) -> Wanted:
     """Collect what the options say about quantization; it becomes a recipe with the model."""
     if (scheme is None) == (recipe is None):
@@ -318,6 +324,7 @@ def wanted_of(
         ignore=tuple(ignore or ()),
         kv_cache=None if kv_cache is None else kv_cache.value,
         equalize=_strength(equalize),
+        experts=None if experts is None else experts.value,
     )
     if observer_file is not None:
         run_observer_file(observer_file)

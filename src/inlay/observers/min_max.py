@@ -13,6 +13,7 @@ from inlay.observers.kwargs import AVERAGING_CONSTANT, Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.ranges.candidates import is_traced
 from inlay.ranges.padding import fill_invalid
+from inlay.ranges.parts import Parts
 
 __all__ = [
     "MemorylessMinMaxObserver",
@@ -31,6 +32,9 @@ class MemorylessMinMaxObserver(MeasuringObserver):
 
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         return _min_max(observed, valid)
+
+    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+        return _min_max_of_parts(observed, parts)
 
 
 @Observer.register("static_minmax")
@@ -75,11 +79,20 @@ class MinMaxObserver(MovingAverage):
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         return _min_max(observed, valid)
 
+    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+        return _min_max_of_parts(observed, parts)
+
 
 def _min_max(observed: torch.Tensor, valid: torch.Tensor | None) -> Tensors:
     if valid is not None:
         observed = fill_invalid(observed, valid)
     low, high = _extremes(observed)
+    return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
+
+
+def _min_max_of_parts(observed: torch.Tensor, parts: Parts) -> Tensors:
+    # Rows first: a compiled graph takes these while it makes the value, and few numbers are left.
+    low, high = parts.least(observed.amin(-1)), parts.largest(observed.amax(-1))
     return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
 
 

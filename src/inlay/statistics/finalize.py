@@ -11,6 +11,7 @@ from inlay.progress import watched
 from inlay.ranges.args import key_of
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.statistics.coverage import fill_experts, require_coverage
 
 __all__ = ["ACCEPTABLE", "finalize", "known_words"]
 
@@ -18,6 +19,7 @@ __all__ = ["ACCEPTABLE", "finalize", "known_words"]
 ACCEPTABLE = {
     "unobserved": "slots that saw no data stay in full precision",
     "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
+    "few_tokens": "experts that saw few tokens are quantized by these",
     "unfused": "layers that are served as one keep global scales of their own",
 }
 
@@ -61,6 +63,8 @@ def finalize(
     if statistics.qparams is None:
         statistics.merge_ranks(last_batch=last_batch)
         try:
+            require_coverage(statistics, accepted)
+            fill_experts(statistics)
             if before is not None:
                 before()
             found = _Finalization(statistics, weight_of, accepted, progress).qparams()
@@ -132,6 +136,7 @@ class _Finalization:
     def _activation_observers(self) -> dict[str, Observer]:
         slots = list(self.plan.activation_slots())
         observers = {slot.name: self.statistics.observer(slot) for slot in slots}
+        # Of experts it is known already that those without data are whole layers, and accepted.
         unobserved = [name for name, observer in observers.items() if not observer.has_statistics]
         if unobserved and "unobserved" not in self.accept:
             raise StatisticsError(

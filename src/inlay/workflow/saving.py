@@ -82,7 +82,7 @@ def save(
             )
             stored = calibration.stored(model=record.model, data=record.data)
             stored.save(partial / FOLDER_NAME)
-            write_atomically(partial / "recipe.yaml", recipe_text(recipe.config, recipe.equalize))
+            write_atomically(partial / "recipe.yaml", recipe_text(recipe))
         if report:
             with stages(_COMPARING):
                 comparison = compare(model, calibration, held_out)
