@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import llama
+from families import llama, mixtral
 from plain_llama import plain_llama
 from torch import distributed as dist
 from torch import nn
@@ -61,7 +61,8 @@ class Job:
     data: Any = None
     own: tuple[Any, ...] = ()
     scheme: str = "W8A8_STATIC"
-    llama: int = 0
+    llama: int = 0  # blocks of one, in place of a model of few words
+    has_experts: bool = False
     inputs: dict[str, Any] | None = None
     weights: dict[str, Any] | None = None
     equalize: Any = None
@@ -72,12 +73,16 @@ class Job:
 def run(job: Job) -> dict[str, Any]:
     """Calibrate, and say everything that should be the same on all ranks, and some more."""
     changes = {"inputs": job.inputs, "weights": job.weights, "equalize": job.equalize}
+    ignore = ["lm_head", "re:.*[.]gate$"] if job.has_experts else ["lm_head"] * bool(job.llama)
+    if job.has_experts:
+        changes["experts"] = "fill"
     recipe = inlay.Recipe.from_preset(
-        job.scheme, ignore=["lm_head"] * bool(job.llama), **{k: v for k, v in changes.items() if v}
+        job.scheme, ignore=ignore, **{k: v for k, v in changes.items() if v}
     )
     torch._dynamo.reset()
     data = job.own[_rank()] if job.own else job.data
     model = plain_llama(job.llama) if job.llama else Words()
+    model = mixtral(num_hidden_layers=1, num_local_experts=8) if job.has_experts else model
     with _stopping(job.stop), _noting() as noted:
         done = inlay.calibrate(model, recipe, data, **{"compiler": "eager", **job.options})
     stored = done.stored()
