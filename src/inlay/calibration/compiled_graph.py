@@ -35,9 +35,13 @@ from inlay.passes import InlineCalls
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
 
-__all__ = ["CompiledGraph", "Variant", "compile_regions"]
+__all__ = ["CompiledGraph", "RehearsedError", "Variant", "compile_regions"]
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class RehearsedError(Exception):
+    """A block was traced and prepared, and was not to run."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,8 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         run, tensors = self.bind(args)
+        if self._is_region and self.backend.is_rehearsing:
+            raise RehearsedError
         results = run(*args, *tensors)
         wanted = self._is_region or self.backend.pipelines.outputs
         return results if wanted else (None,) * self.num_outputs
@@ -225,6 +231,8 @@ class CompiledGraph:
         prepared = whole(gm).graph_module
         regions = pipelines.cutting()(prepared).graph_module
         run, pieces = compile_regions(regions, self.backend.compile)
+        if self.backend.arrange is not None and not self._is_region:
+            run = self.backend.arrange(run)
         inputs = given_inputs(prepared, bindings)
         return Variant(prepared, run, modules, tuple(inputs), pieces)
 

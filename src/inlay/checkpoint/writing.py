@@ -3,7 +3,7 @@
 import copy
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,14 @@ from inlay.progress import watched
 from inlay.recipe import Plan, Recipe, Slot
 from inlay.recipe.experts import ExpertStack
 
-__all__ = ["CheckpointSizes", "require_servable", "save_checkpoint"]
+__all__ = [
+    "CheckpointSizes",
+    "Contents",
+    "finish_checkpoint",
+    "require_servable",
+    "save_checkpoint",
+    "size_of_model",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,33 +78,85 @@ def save_checkpoint(
     full_precision = require_servable(plan, qparams, accept=accept)
     _require_whole_stacks(plan, full_precision)
     layers = quantized_layers(model, plan, recipe, full_precision)
-    config = quantization_config(model, recipe, layers)
-    _warn_of_experts(plan, config)
+    contents = Contents.of(model, plan, layers, equalized)
     folder = Path(folder)
     shards = Shards(folder, max_size)
-    keep_ties = not _shares_quantized_weight(model, layers)
-    state = _unquantized_state(model, layers, keep_ties)
-    for stack in plan.stacks:
-        state.pop(stack)
-    names = {name: own for stack in plan.stacks.values() for name, own in _saved(model, stack)}
-    if equalized is not None:
-        own = dict(model.named_parameters(remove_duplicate=False))
-        state.update(
-            {name: equalized.of(own[name]) for name in state if equalized.is_changed(own.get(name))}
-        )
-    blocks = _blocks(state, layers)
+    blocks = _blocks(contents.unquantized, layers)
     for unquantized, own_layers in watched(blocks, "writing the checkpoint", show=progress):
+        shards.add(contents.tensors(unquantized, own_layers, qparams))
+    shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
+    finish_checkpoint(folder, contents, plan, recipe, layers, tokenizer=tokenizer)
+    return CheckpointSizes(before=size_of_model(model), after=shards.total_size)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Contents:
+    """What a checkpoint holds, whether it is written at once or block by block.
+
+    :param keep_ties: whether tied weights are written once
+    :param unquantized: the tensors to write unchanged, under the model's own names
+    :param experts: the names of experts that are saved as modules, by their names in the model
+    """
+
+    model: nn.Module
+    keep_ties: bool
+    unquantized: Mapping[str, torch.Tensor]
+    experts: Mapping[str, str]
+    equalized: EqualizedParameters | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        plan: Plan,
+        layers: Sequence[QuantizedLayer],
+        equalized: EqualizedParameters | None,
+    ) -> "Contents":
+        keep_ties = not _shares_quantized_weight(model, layers)
+        state = _unquantized_state(model, layers, keep_ties)
+        for stack in plan.stacks:
+            state.pop(stack)
+        names = {name: own for stack in plan.stacks.values() for name, own in _saved(model, stack)}
+        return cls(
+            model=model, keep_ties=keep_ties, unquantized=state, experts=names, equalized=equalized
+        )
+
+    def tensors(
+        self,
+        unquantized: Mapping[str, torch.Tensor],
+        layers: Iterable[QuantizedLayer],
+        qparams: Mapping[str, QParamsDict],
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of one block as they are written."""
+        plain = dict(unquantized)
+        if self.equalized is not None:
+            own = dict(self.model.named_parameters(remove_duplicate=False))
+            changed = (name for name in plain if self.equalized.is_changed(own.get(name)))
+            plain.update({name: self.equalized.of(own[name]) for name in changed})
         # Compressed here, not kept in the block, so that it is freed once it is written.
         quantized = {}
-        for layer in own_layers:
-            quantized.update(_compressed(layer, qparams, equalized))
-        shards.add(_as_saved(model, unquantized, quantized, names))
-    shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
-    _write_configs(folder, model, keep_ties)
+        for layer in layers:
+            quantized.update(_compressed(layer, qparams, self.equalized))
+        return _as_saved(self.model, plain, quantized, self.experts)
+
+
+def finish_checkpoint(
+    folder: Path,
+    contents: Contents,
+    plan: Plan,
+    recipe: Recipe,
+    layers: Sequence[QuantizedLayer],
+    *,
+    tokenizer: Any = None,
+) -> None:
+    """Write what belongs beside the weights: configs and tokenizer."""
+    model = contents.model
+    config = quantization_config(model, recipe, layers)
+    _warn_of_experts(plan, config)
+    _write_configs(folder, model, contents.keep_ties)
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    return CheckpointSizes(before=_size(model), after=shards.total_size)
 
 
 def _require_saveable(model: nn.Module) -> None:
@@ -154,7 +213,7 @@ def _unquantized_state(
 _Block = tuple[dict[str, torch.Tensor], list[QuantizedLayer]]
 
 
-def _blocks(state: dict[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[_Block]:
+def _blocks(state: Mapping[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[_Block]:
     """Group tensors and layers by the block of the model that they belong to."""
     blocks: dict[str, _Block] = {}
     for name, tensor in state.items():
@@ -311,7 +370,7 @@ def _warn_of_experts(plan: Plan, config: QuantizationConfig) -> None:
         )
 
 
-def _size(model: nn.Module) -> int:
+def size_of_model(model: nn.Module) -> int:
     """Return the bytes of a checkpoint of the model, counting tied tensors once."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

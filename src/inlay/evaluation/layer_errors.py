@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from inlay.calibration.bindings import Bindings
-from inlay.recipe import Slot
+from inlay.recipe import Plan, Slot
 from inlay.report.data import LayerError
 
 __all__ = ["Noise", "layer_errors"]
@@ -47,7 +47,9 @@ class Noise:
         return 10 * math.log10(self.signal / self.error) if self.signal else -math.inf
 
 
-def layer_errors(model: nn.Module, bindings: Bindings) -> tuple[LayerError, ...]:
+def layer_errors(
+    model: nn.Module, bindings: Bindings, plan: Plan | None = None
+) -> tuple[LayerError, ...]:
     """Compute the SQNR of quantized Linear and Embedding modules, in the order of the model.
 
     Each layer is judged alone: it gets what the plain model feeds it, with weight and input
@@ -55,7 +57,9 @@ def layer_errors(model: nn.Module, bindings: Bindings) -> tuple[LayerError, ...]
     weight only.
 
     :param bindings: holds what the pass CompareLayers summed up
+    :param plan: a part of the plan whose weights are in memory; by default all of it
     """
+    plan = plan or bindings.statistics.plan
     return tuple(
         LayerError(
             module=name,
@@ -63,8 +67,8 @@ def layer_errors(model: nn.Module, bindings: Bindings) -> tuple[LayerError, ...]
             weight_sqnr_db=_weight(bindings, slots).decibels,
             input_sqnr_db=_input(bindings, name, slots).decibels,
         )
-        for name in bindings.statistics.plan.modules_of(model)
-        if (slots := _quantized_slots(bindings, name))
+        for name in plan.modules_of(model)
+        if (slots := _quantized_slots(bindings, plan, name))
     )
 
 
@@ -90,13 +94,13 @@ def _weight(bindings: Bindings, slots: Mapping[str, Slot]) -> Noise:
     return Noise().add(weight, folded)
 
 
-def _quantized_slots(bindings: Bindings, module: str) -> dict[str, Slot]:
+def _quantized_slots(bindings: Bindings, plan: Plan, module: str) -> dict[str, Slot]:
     """Slots of weight and input that the finalized model quantizes."""
     statistics = bindings.statistics
     assert statistics.qparams is not None
     return {
         base_name: slot
-        for base_name, slot in statistics.plan.of_module(module).items()
+        for base_name, slot in plan.of_module(module).items()
         if base_name in _WEIGHTED and slot.is_quantized(statistics.qparams)
     }
 

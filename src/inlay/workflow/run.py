@@ -19,7 +19,7 @@ from inlay.run_record import Stages, model_name
 from inlay.statistics.on_disk import FILE_NAME, DataSeen, StoredStatistics
 from inlay.workflow.calibration_run import Run
 
-__all__ = ["calibrate", "requantize"]
+__all__ = ["calibrate", "read_batches", "requantize", "seen_with"]
 
 # Seconds between two saves of the statistics: the most that an interruption can cost.
 _SAVE_EVERY = 60.0
@@ -64,18 +64,14 @@ def calibrate(
     require_full_precision(getattr(model, "config", None), name)
     stages = Stages()
     with stages("reading data"):
-        batches = (
-            _NO_DATA
-            if data is None
-            else batches_of(
-                data,
-                tokenizer=tokenizer,
-                max_length=max_length,
-                samples=samples,
-                batch_size=batch_size,
-                held_out=held_out,
-                vocabulary=_vocabulary(model),
-            )
+        batches = read_batches(
+            model,
+            data,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            samples=samples,
+            batch_size=batch_size,
+            held_out=held_out,
         )
     keeper = _Keeper(None if statistics is None else Path(statistics), name, batches)
     run = keeper.begin(
@@ -96,6 +92,22 @@ def calibrate(
         run.finalize(accept=accept)
     keeper.save(run)
     return run
+
+
+def read_batches(model: nn.Module, data: Any, **options: Any) -> Batches:
+    """Read data for a model; None stands for no data.
+
+    :param options: those of `batches_of`
+    """
+    if data is None:
+        return _NO_DATA
+    return batches_of(data, vocabulary=_vocabulary(model), **options)
+
+
+def seen_with(seen: DataSeen, batch: Any, fingerprint: bytes | None) -> DataSeen:
+    """Add a batch to the data that was seen."""
+    tokens, padding = count_tokens(batch)
+    return seen.after(fingerprint, samples=_rows(batch), tokens=tokens, padding=padding)
 
 
 def requantize(
@@ -141,9 +153,8 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
     with Bar("calibrating", total=total, unit="tokens", show=show) as bar:
         for batch in batches:
             tokens, padding = count_tokens(batch)
-            step = {"samples": _rows(batch), "tokens": tokens, "padding": padding}
             if again.batches < already.batches:
-                again = again.after(keeper.fingerprint(batch), **step)
+                again = seen_with(again, batch, keeper.fingerprint(batch))
                 if again.batches == already.batches and again != already:
                     raise StatisticsError(
                         f"the first {already.batches} batches are not those of the interrupted "
@@ -155,7 +166,7 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
             if padding and not count_padding and checked < len(run.graphs):
                 run.require_padding_left_out()
                 checked = len(run.graphs)
-            run.data_seen = run.data_seen.after(keeper.fingerprint(batch), **step)
+            run.data_seen = seen_with(run.data_seen, batch, keeper.fingerprint(batch))
             bar.advance(tokens, run.tier)
             keeper.save_now_and_then(run)
     if again.batches < already.batches:
