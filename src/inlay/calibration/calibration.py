@@ -205,7 +205,8 @@ class Calibration:
         apart = Blocks(model, self._observing).running(whole)
         if not apart:
             raise ConfigurationError(
-                f"{type(model).__name__} has no blocks: no two modules of one class stand in a row"
+                f"{type(model).__name__} cannot be streamed, because it has no blocks: no two "
+                "modules of one class stand in a row; calibrate it in memory"
             )
         self._observing.arrange = arrange
         self._forecast.block_by_block = True

@@ -24,15 +24,18 @@ from inlay.cli.arguments import (
     KvCache,
     KvCacheOption,
     Model,
+    NoComparison,
     NoReport,
     ObserverFile,
     ObserverOption,
+    OffloadActivations,
     Out,
     Overwrite,
     Quiet,
     RecipeFile,
     RemoteCode,
     Scheme,
+    Stream,
     file_option,
 )
 from inlay.cli.outcome import show_result
@@ -89,6 +92,9 @@ def calibrate(
             "--resume", help="Continue where an interrupted run stopped.", rich_help_panel=DATA
         ),
     ] = False,
+    stream: Stream = False,
+    offload_activations: OffloadActivations = False,
+    no_comparison: NoComparison = False,
     out: Out,
     accept: Accept = None,
     compiler: Annotated[
@@ -119,12 +125,43 @@ def calibrate(
     # Refuse data that cannot be read before loading the library and the model.
     first_row = None if data is None else next(read_rows(data), None)
     wanted.require_recipe()
+    settings: dict[str, Any] = {
+        "max_length": max_length,
+        "samples": samples,
+        "batch_size": batch_size,
+        "count_padding": count_padding,
+        "compiler": compiler,
+        "accept": _names(accept),
+        "resume": resume,
+        "progress": False if quiet else None,
+    }
+    if no_comparison:
+        settings["held_out"] = 0
+    calm_transformers(quiet)
+    if stream:
+        from inlay.cli.streaming import run_streamed
+
+        run_streamed(
+            model,
+            wanted,
+            data,
+            out,
+            source=source,
+            dtype=dtype.value,
+            offload_activations=offload_activations,
+            overwrite=overwrite,
+            report=not no_report,
+            quiet=quiet,
+            settings=settings,
+        )
+        return
+    if offload_activations:
+        raise typer.BadParameter("needs --stream", param_hint="--offload-activations")
     from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
     from inlay.workflow.run import calibrate as calibrate_model
 
     # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
     is_text = first_row is not None and first_row.kind != "input_ids"
-    calm_transformers(quiet)
     loaded = load_model(model, dtype=dtype.value, **source)
     statistics = _statistics_folder(out)
     try:
@@ -133,15 +170,8 @@ def calibrate(
             wanted.recipe_for(loaded),
             data,
             tokenizer=(load_tokenizer if is_text else find_tokenizer)(model, **source),
-            max_length=max_length,
-            samples=samples,
-            batch_size=batch_size,
-            count_padding=count_padding,
-            compiler=compiler,
-            accept=_names(accept),
             statistics=statistics,
-            resume=resume,
-            progress=False if quiet else None,
+            **settings,
         )
         run.save(out, overwrite=overwrite, report=not no_report)
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ from inlay.cli.terminal import console
 
 if TYPE_CHECKING:
     from inlay.report import ReportData
+    from inlay.streaming.stream import Streamed
     from inlay.workflow.calibration_run import Run
 
 __all__ = ["report_data", "show_result"]
@@ -20,7 +21,7 @@ def report_data(folder: Path) -> "ReportData | None":
     return ReportData.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def show_result(run: "Run", out: Path) -> None:
+def show_result(run: "Run | Streamed", out: Path) -> None:
     """Print where a run was saved, how long its stages took, and how the output changed."""
     from rich.table import Table
 
@@ -30,7 +31,7 @@ def show_result(run: "Run", out: Path) -> None:
     console().print(grid)
 
 
-def _facts(run: "Run", out: Path) -> dict[str, str]:
+def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
     from inlay.report.numbers import count, duration, number, size
 
     facts = {"checkpoint": str(out)}
@@ -43,6 +44,9 @@ def _facts(run: "Run", out: Path) -> dict[str, str]:
     padding = f" and {count(record.padding_tokens)} of padding" if record.padding_tokens else ""
     facts["tokens"] = f"{count(record.tokens)}{padding}, {count(record.samples)} samples"
     facts["time"] = ", ".join(f"{name} {duration(took)}" for name, took in record.stages)
+    peak = getattr(run, "peak_memory", None)
+    if peak is not None:
+        facts["memory"] = f"{size(peak)} at its peak"
     for change in data.changes if data is not None else ():
         values = [change.before, change.after] if change.value is None else [change.value]
         facts[change.name] = " → ".join(map(number, values))

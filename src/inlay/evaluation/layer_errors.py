@@ -1,16 +1,18 @@
 """The signal of each layer over its quantization error."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from inlay.calibration.bindings import Bindings
+from inlay.nodes.quantize import fold_weight
+from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
 from inlay.report.data import LayerError
 
-__all__ = ["Noise", "layer_errors"]
+__all__ = ["Noise", "layer_errors", "weight_errors"]
 
 _WEIGHTED = ("weight", "input")
 
@@ -69,6 +71,28 @@ def layer_errors(
         )
         for name in plan.modules_of(model)
         if (slots := _quantized_slots(bindings, plan, name))
+    )
+
+
+def weight_errors(
+    plan: Plan, qparams: Mapping[str, QParamsDict], weight_of: Callable[[Slot], torch.Tensor]
+) -> tuple[LayerError, ...]:
+    """Compute the SQNR of quantized weights alone, as `layer_errors` does where no data ran.
+
+    :param plan: a plan, or a part of it whose weights are in memory
+    :param weight_of: gives the weight of a weight slot
+    """
+    found: dict[str, Noise] = {}
+    for slot in plan.slots.values():
+        if slot.base_name not in _WEIGHTED or not slot.is_quantized(qparams):
+            continue
+        known = found.setdefault(slot.module, Noise())
+        if slot.is_weight:
+            weight = weight_of(slot).detach()
+            known.add(weight, fold_weight(weight, slot.args, qparams[slot.name]))
+    return tuple(
+        LayerError(module=module, sqnr_db=None, weight_sqnr_db=noise.decibels)
+        for module, noise in found.items()
     )
 
 

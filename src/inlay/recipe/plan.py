@@ -126,6 +126,12 @@ class Plan:
         part.stacks = {name: stack for name, stack in self.stacks.items() if belongs(stack.experts)}
         return part
 
+    def renew_experts(self) -> None:
+        """Take the weights of experts from their parameters again, which have other data now."""
+        for stack in self.stacks.values():
+            for name, weight in stack.parts_of(stack.parameter).items():
+                self.experts[name].weight.data = weight
+
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return all modules by name, and each expert as a module of its own."""
         of_parent: dict[str, dict[str, nn.Module]] = {}

@@ -30,11 +30,12 @@ class Activations:
     once, and batches that have equal ones share one.
 
     :param folder: where the values are kept
-    :param in_memory: keep the values in memory as well, to read nothing back
+    :param in_memory: keep the values in memory, to read nothing back
+    :param on_disk: keep them on disk, for a run that goes on after it was killed
     """
 
-    def __init__(self, folder: Path, *, in_memory: bool) -> None:
-        self.folder, self._in_memory = folder, in_memory
+    def __init__(self, folder: Path, *, in_memory: bool, on_disk: bool = True) -> None:
+        self.folder, self._in_memory, self._on_disk = folder, in_memory, on_disk
         self._values: dict[int, dict[str, Any]] = {}  # by batch, what is kept for one stage alone
         self._lasting: dict[int, dict[str, str]] = {}  # by batch, digests of values by name
         self._shared: dict[str, torch.Tensor] = {}  # by digest, if they are in memory
@@ -66,7 +67,8 @@ class Activations:
         if self._in_memory:
             self._values[batch] = own
             self._bytes[batch] = sum(map(_size, own.values()))
-        self._write(self._file(batch, stage), own, kept)
+        if self._on_disk:
+            self._write(self._file(batch, stage), own, kept)
 
     @property
     def size(self) -> int:
@@ -116,7 +118,7 @@ class Activations:
         content.update(_bytes_of(packed))
         digest = content.hexdigest()
         file = self.folder / _LASTING / f"{digest}.safetensors"
-        if not file.exists():
+        if self._on_disk and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             partial = file.with_suffix(".partial")
             save_file({"value": packed}, partial, metadata={_VALUES: json.dumps(layout)})
@@ -224,4 +226,4 @@ def _size(value: Any) -> int:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(flat.view(torch.uint8).numpy().data)

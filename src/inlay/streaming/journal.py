@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inlay.checkpoint.shards import file_name
 from inlay.errors import CheckpointError, ConfigurationError
 from inlay.files import require_writable, write_atomically
 
-__all__ = ["Journal", "Written", "digest_of"]
+__all__ = ["Journal", "Written", "digest_of", "work_folder"]
 
 _FILE = "journal.json"
 _VERSION = 1
@@ -30,7 +31,6 @@ class Written:
     region: str
     files: Mapping[str, tuple[int, str]]
     values: Mapping[str, int] = field(default_factory=dict)
-    parameters: int = 0
 
 
 class Journal:
@@ -42,8 +42,7 @@ class Journal:
     """
 
     def __init__(self, out: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
-        place = Path(os.path.realpath(out))
-        self.folder = place.with_name(f"{place.name}.streaming")
+        self.folder = work_folder(out)
         self.checkpoint = self.folder / "checkpoint"
         self.identity = json.loads(json.dumps(identity))
         self.written: list[Written] = []
@@ -99,7 +98,13 @@ class Journal:
             self.written.append(Written(**{**each, "files": files}))
         for written in self.written:
             for name, (size, digest) in written.files.items():
-                self._verify(self.checkpoint / name, size, digest, written.region)
+                self._verify(self._find(name), size, digest, written.region)
+
+    def _find(self, name: str) -> Path:
+        """Find a file of the checkpoint, which has its last name if all of them were written."""
+        names = [each for written in self.written for each in written.files]
+        final = self.checkpoint / file_name(names.index(name), len(names))
+        return final if final.exists() else self.checkpoint / name
 
     def _verify(self, file: Path, size: int, digest: str, region: str) -> None:
         if not file.exists() or file.stat().st_size != size or digest_of(file) != digest:
@@ -107,6 +112,12 @@ class Journal:
                 f"{file}, which an interrupted run had written for {region}, is missing or was "
                 f"changed since; remove {self.folder} and start anew"
             )
+
+
+def work_folder(out: Path) -> Path:
+    """Return the folder beside `out` that holds the work of a run until it is done."""
+    place = Path(os.path.realpath(out))
+    return place.with_name(f"{place.name}.streaming")
 
 
 def digest_of(file: Path) -> str:

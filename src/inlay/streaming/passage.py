@@ -22,23 +22,19 @@ __all__ = ["Passage"]
 class Passage:
     """Traces batches without weights, and runs them through a model block by block.
 
-    :param run: the calibration, whose graphs are run
+    :param run: the calibration, whose batches run in stages
     :param stored: its model
+    :param starting: hands over the batches that it starts
     :param batches: all batches that are to pass
     """
 
-    def __init__(self, run: Run, stored: StoredModel, batches: Sequence[Any]) -> None:
-        self._run, self._stored = run, stored
-        self.starting = Starting()
+    def __init__(
+        self, run: Run, stored: StoredModel, starting: Starting, batches: Sequence[Any]
+    ) -> None:
+        self._run, self._stored, self._starting = run, stored, starting
         varying = varying_sizes(batches)
         self._batches = [on_device_of(run.model, batch, varying) for batch in batches]
         self._started: list[Started] = []
-        try:
-            run.run_in_stages(self.starting.arrange)
-        except ConfigurationError as error:
-            raise ConfigurationError(
-                f"{error}, so it cannot be streamed; calibrate it in memory"
-            ) from error
 
     def rehearse(self) -> Started:
         """Trace the first batch, and the first block with it, before any weight is read.
@@ -88,16 +84,15 @@ class Passage:
             yield number
 
     def _start(self, batch: Any) -> Started:
-        return self.starting.start(lambda: self._run.run(batch))
+        return self._starting.start(lambda: self._run.run(batch))
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
         """Turn what keeps a model from being traced into an error that says what to do."""
+        resisting: tuple[type[Exception], ...] = (*graph_break_errors(), KeepsError, GraphError)
         try:
             yield
-        except (*graph_break_errors(), KeepsError, GraphError, NotImplementedError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
+        except resisting as error:
             reason = str(error).strip().split("\n")[0]
             raise ConfigurationError(
                 f"{type(self._run.model).__name__} cannot be streamed, because its graph cannot be "

@@ -1,7 +1,7 @@
 """The regions of a model: what is in memory together, from a block to the next."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,6 +9,7 @@ from torch import nn
 from inlay.calibration.blocks import block_modules
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.errors import ConfigurationError
+from inlay.recipe import Plan
 from inlay.streaming.stages import Started
 
 __all__ = ["Region", "Regions"]
@@ -40,10 +41,11 @@ class Regions(Sequence[Region]):
     """All regions of a model, in the order in which batches run through them.
 
     :param started: a batch that shows what the model runs; None if no data is needed
+    :param plan: a weight outside of the blocks whose inputs are observed waits for the last region
     :raises ConfigurationError: if the model cannot be cut
     """
 
-    def __init__(self, stored: StoredModel, started: Started | None) -> None:
+    def __init__(self, stored: StoredModel, started: Started | None, plan: Plan) -> None:
         model = stored.model
         self._blocks = block_modules(model)
         if len(self._blocks) < 2:
@@ -53,7 +55,14 @@ class Regions(Sequence[Region]):
             )
         uses = list(_uses(stored, self._blocks, started))
         unused = set(stored.names_of(model.parameters())).difference(*(runs for *_, runs in uses))
-        uses.append((_REST, None, tuple(sorted(unused))))
+        # The op that reads such a weight may be left out, as nothing depends on its result.
+        waiting = (
+            module.weight
+            for name, module in model.named_modules(remove_duplicate=False)
+            if plan.observes_in([name]) and not name.startswith(tuple(self._blocks))
+        )
+        rest = {*unused, *stored.names_of(w for w in waiting if isinstance(w, nn.Parameter))}
+        uses.append((_REST, None, tuple(sorted(rest))))
         last = {name: number for number, (*_, runs) in enumerate(uses) for name in runs}
         self._regions = [
             Region(
@@ -77,6 +86,10 @@ class Regions(Sequence[Region]):
 
     def __len__(self) -> int:
         return len(self._regions)
+
+    def belongs_to(self, number: int) -> Callable[[str], bool]:
+        """Return what tells whether a module belongs to a region."""
+        return lambda module: self.number_of(module) == number
 
     def number_of(self, module: str) -> int:
         """Return which region a module belongs to: the one that writes its weight."""

@@ -109,6 +109,7 @@ def stream(
             accept=tuple(accept),
             offload=offload_activations,
             count_padding=count_padding,
+            report=report,
         )
         worker = Worker(run, stored, calibration, settings)
         worker.prepare()
@@ -121,7 +122,7 @@ def stream(
         }
         journal = Journal(Path(out), identity, resume=resume)
         worker.work(journal)
-        worker.finish(journal, Path(out), overwrite=overwrite, report=report, memory=memory)
+        worker.finish(journal, Path(out), overwrite=overwrite, memory=memory)
     record = replace(run.record, stages=stages.as_tuple())
     return Streamed(folder=Path(out), recipe=recipe, record=record, peak_memory=memory.peak)
 
@@ -129,7 +130,10 @@ def stream(
 def _tokenizer_of(stored: StoredModel, data: Any) -> Any:
     """Load the tokenizer of a model. Token ids and batches do without, if it has none."""
     source = stored.source
-    options = {"trust_remote_code": source.trust_remote_code, "download": source.download}
+    options: dict[str, Any] = {
+        "trust_remote_code": source.trust_remote_code,
+        "download": source.download,
+    }
     first = next(read_rows(data), None) if isinstance(data, (str, os.PathLike)) else None
     is_text = first is not None and first.kind != "input_ids"
     return (load_tokenizer if is_text else find_tokenizer)(source.place, **options)
@@ -140,11 +144,6 @@ def _require_streamable(run: Run) -> None:
     if run.recipe.equalize is not None:
         raise ConfigurationError(
             "a streamed run cannot equalize yet; leave equalize out, or calibrate in memory"
-        )
-    if run.plan.stacks:
-        raise ConfigurationError(
-            f"a streamed run cannot quantize experts yet, such as {next(iter(run.plan.stacks))}; "
-            "ignore them in the recipe, or calibrate in memory"
         )
 
 

@@ -11,27 +11,32 @@ from inlay.checkpoint.stored_model import StoredModel
 from inlay.checkpoint.writing import size_of_model
 from inlay.data.batch import count_tokens
 from inlay.errors import ConfigurationError
+from inlay.evaluation.compare import Comparison
+from inlay.evaluation.layer_errors import weight_errors
 from inlay.evaluation.summary import report_of, slot_records
 from inlay.files import move_into_place, write_atomically
 from inlay.observers import QParamsDict
 from inlay.progress import Bar
 from inlay.recipe import recipe_text
-from inlay.report.data import SlotRecord
+from inlay.report.data import LayerError, SlotRecord
 from inlay.report.plain import from_plain, to_plain
 from inlay.statistics.finalize import known_words, qparams_of
 from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
 from inlay.streaming.activations import Activations
+from inlay.streaming.comparison import StreamedComparison
 from inlay.streaming.journal import Journal, Written
 from inlay.streaming.memory import MemoryWatch
 from inlay.streaming.parts import CheckpointParts, load_qparams, save_qparams
 from inlay.streaming.passage import Passage
 from inlay.streaming.regions import Region, Regions
+from inlay.streaming.stages import Starting
 from inlay.workflow.calibration_run import Run
 
 __all__ = ["Settings", "Worker"]
 
-_QPARAMS, _SLOTS = "qparams.safetensors", "slots.json"
+_QPARAMS, _SHOWN = "qparams.safetensors", "shown.json"  # of a region
 _READING, _SEARCHING, _WRITING = "reading weights", "searching ranges", "writing"
+_COMPARING = "comparing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,7 @@ class Settings:
     accept: tuple[str, ...]
     offload: bool
     count_padding: bool
+    report: bool
 
     def identity(self) -> dict[str, Any]:
         """The settings that the result depends on."""
@@ -52,6 +58,7 @@ class Settings:
             "max_shard_size": self.max_shard_size,
             "accept": sorted(self.accept),
             "count_padding": self.count_padding,
+            "report": self.report,
         }
 
 
@@ -67,6 +74,7 @@ class Worker:
         known_words(settings.accept)
         self._run, self._stored, self._settings = run, stored, settings
         self._batches = batches
+        self._starting = Starting()
         self._passage: Passage | None = None
         if run.plan.needs_data and not batches:
             raise ConfigurationError(
@@ -80,11 +88,12 @@ class Worker:
         :raises ConfigurationError: if that is not possible; nothing has been read then
         """
         started = None
+        self._run.run_in_stages(self._starting.arrange)
         if self._batches:
             with self._run.stages("tracing and compiling"):
-                self._passage = Passage(self._run, self._stored, self._batches)
+                self._passage = Passage(self._run, self._stored, self._starting, self._batches)
                 started = self._passage.rehearse()
-        self._regions = Regions(self._stored, started)
+        self._regions = Regions(self._stored, started, self._run.plan)
         self._require_padding_left_out()
 
     def work(self, journal: Journal) -> None:
@@ -105,6 +114,7 @@ class Worker:
                 region = self._regions[number]
                 with self._run.stages(_READING):
                     self._stored.load(region.parameters)
+                    self._run.plan.part(self._regions.belongs_to(number)).renew_experts()
                 for batch in self._through(region, activations):
                     tokens, _ = count_tokens(self._batches[batch])
                     bar.advance(tokens, f"{number + 1} of {len(self._regions)}, {region.name}")
@@ -126,7 +136,7 @@ class Worker:
     def _written(self, number: int, journal: Journal, activations: Activations) -> Written:
         """Quantize and write a region through which all batches have run."""
         run, region = self._run, self._regions[number]
-        plan = run.plan.part(lambda module: self._regions.number_of(module) == number)
+        plan = run.plan.part(self._regions.belongs_to(number))
         with run.stages(_SEARCHING):
             qparams = qparams_of(
                 run.statistics,
@@ -143,8 +153,11 @@ class Worker:
             StoredStatistics(recipe=run.recipe.fields, slots=run.statistics.snapshot(plan)).save(
                 folder
             )
-            slots = slot_records(run, plan, qparams)
-            write_atomically(folder / _SLOTS, json.dumps([to_plain(each) for each in slots]))
+            if self._settings.report:
+                slots = slot_records(run, plan, qparams)
+                layers = weight_errors(plan, qparams, run.weight_of)
+                content = {"slots": to_plain(slots), "layers": to_plain(layers)}
+                write_atomically(folder / _SHOWN, json.dumps(content))
         values = activations.complete()
         return Written(region=region.name, files=files, values=values)
 
@@ -179,9 +192,7 @@ class Worker:
         if padded and not self._settings.count_padding:
             self._run.require_padding_left_out()
 
-    def finish(
-        self, journal: Journal, out: Path, *, overwrite: bool, report: bool, memory: MemoryWatch
-    ) -> None:
+    def finish(self, journal: Journal, out: Path, *, overwrite: bool, memory: MemoryWatch) -> None:
         """Write what belongs to the whole, and put the folder in its place."""
         run, folder = self._run, journal.checkpoint
         device = next(run.model.parameters()).device
@@ -196,31 +207,41 @@ class Worker:
             run.stored(model=run.record.model, data=run.data).save(folder / FOLDER_NAME)
             text = recipe_text(run.recipe.config, run.recipe.equalize)
             write_atomically(folder / "recipe.yaml", text)
-        if report:
+        if self._settings.report:
             self._report(journal, (size_of_model(run.model), size), memory)
         move_into_place(folder, out, overwrite=overwrite)
         journal.remove()
 
     def _report(self, journal: Journal, sizes: tuple[int, int], memory: MemoryWatch) -> None:
         run = self._run
-        found = {
-            record.name: record
-            for number in range(len(self._regions))
-            for record in _slots_in(journal.region_folder(number) / _SLOTS)
-        }
+        slots: list[SlotRecord] = []
+        layers: list[LayerError] = []
+        for number in range(len(self._regions)):
+            file = journal.region_folder(number) / _SHOWN
+            shown = from_plain(_Shown, json.loads(file.read_text(encoding="utf-8")), file.name)
+            slots += shown.slots
+            layers += shown.layers
         places = {name: place for place, name in enumerate(run.plan.modules_of(run.model))}
-        slots = sorted(run.plan.slots.values(), key=lambda slot: places[slot.module])
-        data = report_of(
-            run,
-            None,
-            record=run.record,
-            sizes=sizes,
-            slots=tuple(found[slot.name] for slot in slots),
-        )
+        slots.sort(key=lambda slot: places[slot.module])
+        layers.sort(key=lambda layer: places[layer.module])
+        comparison = Comparison(batches=0, layers=tuple(layers))
+        if run.held_out:
+            with run.stages(_COMPARING):
+                comparison = StreamedComparison(
+                    run,
+                    self._stored,
+                    self._starting,
+                    journal.folder / "comparing",
+                    offload=self._settings.offload,
+                ).compare(run.held_out)
+        data = report_of(run, comparison, record=run.record, sizes=sizes, slots=tuple(slots))
         write_atomically(journal.checkpoint / "report.json", data.to_json())
         report_page.write(data, journal.checkpoint / "report.html")
 
 
-def _slots_in(file: Path) -> Iterator[SlotRecord]:
-    for plain in json.loads(file.read_text(encoding="utf-8")):
-        yield from_plain(SlotRecord, plain, "slot")
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """What a report shows of a region."""
+
+    slots: tuple[SlotRecord, ...]
+    layers: tuple[LayerError, ...]
