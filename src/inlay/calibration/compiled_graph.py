@@ -77,7 +77,7 @@ class CompiledGraph:
     """
 
     def __init__(self, backend: "Backend", gm: GraphModule, *, is_region: bool = False) -> None:
-        self.backend, self._is_region = backend, is_region
+        self.backend, self.is_region = backend, is_region
         self.regions: list[CompiledGraph] = []
         # Weights are operands of calls until these are inlined.
         self.gm = gm = InlineCalls()(self._with_regions(gm)).graph_module
@@ -95,17 +95,17 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         run, tensors = self.bind(args)
-        if self._is_region and self.backend.is_rehearsing:
+        if self.is_region and self.backend.is_rehearsing:
             raise RehearsedError
         results = run(*args, *tensors)
-        wanted = self._is_region or self.backend.pipelines.outputs
+        wanted = self.is_region or self.backend.pipelines.outputs
         return results if wanted else (None,) * self.num_outputs
 
     @property
     def _pipelines(self) -> Pipelines:
         # The next block reads what a block gives, whether or not the caller does.
         pipelines = self.backend.pipelines
-        return replace(pipelines, outputs=True) if self._is_region else pipelines
+        return replace(pipelines, outputs=True) if self.is_region else pipelines
 
     def _with_regions(self, gm: GraphModule) -> GraphModule:
         """Let blocks, and graphs that are called more than once, run as graphs of their own."""
@@ -166,7 +166,7 @@ class CompiledGraph:
             tensors = [given.tensor(bindings, names, args) for given in variant.inputs]
             bound = self._bound[key] = (variant.run, tensors)
             variant.count_call()
-            self.backend.forecast.found += self._is_region
+            self.backend.forecast.found += self.is_region
             found = equalizable(variant.graph_module)
             if found is not None:
                 bindings.equalization.collected.add(found, _lookup(variant.graph_module, args))
@@ -231,7 +231,7 @@ class CompiledGraph:
         prepared = whole(gm).graph_module
         regions = pipelines.cutting()(prepared).graph_module
         run, pieces = compile_regions(regions, self.backend.compile)
-        if self.backend.arrange is not None and not self._is_region:
+        if self.backend.arrange is not None and not self.is_region:
             run = self.backend.arrange(run)
         inputs = given_inputs(prepared, bindings)
         return Variant(prepared, run, modules, tuple(inputs), pieces)

@@ -48,11 +48,12 @@ class Rerun:
         with self._lent(pipelines):
             yield
 
-    def let_go_of_weights(self) -> None:
-        """Drop folded weights; they are folded again when they are needed."""
+    def let_go_of_blocks(self) -> None:
+        """Drop the folded weights of blocks; they are folded again when they are needed."""
         for backend in self.backends:
             for graph in backend.graphs:
-                graph.unbind()
+                if graph.is_region:
+                    graph.unbind()
         self.bindings.weights.forget_folded()
 
     def forget(self) -> None:

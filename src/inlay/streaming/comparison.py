@@ -66,7 +66,7 @@ class StreamedComparison:
                 for pair in pairs if region.stage is not None else ():
                     pair.run(region)
                 layers += layer_errors(self._run.model, rerun.bindings, plan)
-                rerun.let_go_of_weights()
+                rerun.let_go_of_blocks()
                 self._stored.release(region.parameters)
             outputs = Outputs(self._run.model)
             for pair in pairs:
@@ -82,11 +82,14 @@ class StreamedComparison:
     def _started(self, rerun: Rerun, batches: Sequence[Any]) -> "list[_Pair]":
         # Quantized weights outside of the blocks are folded when a batch starts.
         blocks = tuple(f"{name}." for name in block_modules(self._run.model))
-        outside = [
-            name
-            for name, _ in self._run.model.named_parameters()
-            if not name.startswith(blocks) and self._run.plan.of_module(name.rpartition(".")[0])
+        modules = self._run.model.named_modules(remove_duplicate=False)
+        quantized = [
+            parameter
+            for name, module in modules
+            if self._run.plan.of_module(name) and not name.startswith(blocks)
+            for parameter in module.parameters(recurse=False)
         ]
+        outside = self._stored.names_of(quantized)
         self._stored.load(outside)
         pairs = [
             _Pair(self, rerun, number, batch, self._starting, self._run)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from inlay.calibration.blocks import BlockCall
 from inlay.errors import GraphError
@@ -91,7 +90,7 @@ class StagedGraph:
             # An attribute of the graph may stand far in front of what reads it.
             return known[input] if input in known else self._attribute(str(input.target))
 
-        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
+        args, kwargs = _filled_in(node.args, value_of), _filled_in(node.kwargs, value_of)
         if node.op == "output":
             return args[0]
         if node.op == "call_module":
@@ -183,6 +182,26 @@ class Starting:
 
 def _is_block(node: Node) -> bool:
     return isinstance(node.target, CallRegion) and isinstance(node.target.run, BlockCall)
+
+
+def _filled_in(value: Any, value_of: Callable[[Node], Any]) -> Any:
+    """Put values in the place of nodes, in containers as the code of a graph makes them.
+
+    Those of torch.fx are types of their own, which a block that is traced would see.
+    """
+    if isinstance(value, Node):
+        return value_of(value)
+    if isinstance(value, tuple):
+        items = [_filled_in(item, value_of) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_filled_in(item, value_of) for item in value]
+    if isinstance(value, dict):
+        return {key: _filled_in(item, value_of) for key, item in value.items()}
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return slice(*(_filled_in(part, value_of) for part in parts))
+    return value
 
 
 def _uses_within(nodes: Sequence[Node]) -> dict[Node, int]:
