@@ -139,13 +139,19 @@ class Calibration:
         if self._graphs_run is None:
             self._graphs_run = self._compile_for_statistics()
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
+        with self.running():
+            return self._graphs_run(*args, **given)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What graphs of the calibration run in, whoever calls them."""
         with (
             torch.no_grad(),
             observing_dynamo(),
             keeping_freed_memory(),
             collecting_garbage_later(),
         ):
-            return self._graphs_run(*args, **given)
+            yield
 
     def expect(self, batches: int) -> None:
         """Say how many more batches are to come, so that nothing is compiled for too few."""

@@ -23,7 +23,6 @@ from inlay.report.data import LayerError
 from inlay.streaming.activations import Activations
 from inlay.streaming.regions import Region, Regions
 from inlay.streaming.stages import Started, Starting
-from inlay.torch_private import recompile_without_limit
 from inlay.workflow.calibration_run import Run
 
 __all__ = ["StreamedComparison"]
@@ -135,7 +134,7 @@ class _Pair:
         stage = region.stage
         assert stage is not None
         for quantized, (started, activations) in self._sides.items():
-            with self._running(quantized), recompile_without_limit():
+            with self._running(quantized), self._run.running():
                 values = started.run(stage, activations.of(0, stage))
             if stage + 1 < len(started.graph.stages):
                 activations.keep(0, stage + 1, values, started)

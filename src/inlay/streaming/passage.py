@@ -13,7 +13,7 @@ from inlay.errors import ConfigurationError, GraphError
 from inlay.streaming.activations import Activations
 from inlay.streaming.regions import Region
 from inlay.streaming.stages import Started, Starting
-from inlay.torch_private import graph_break_errors, recompile_without_limit
+from inlay.torch_private import graph_break_errors
 from inlay.workflow.calibration_run import Run
 
 __all__ = ["Passage"]
@@ -49,7 +49,7 @@ class Passage:
             with (
                 self._run.rehearsing(),
                 self._stored.pretended({*before, *block, *following}),
-                recompile_without_limit(),
+                self._run.running(),
                 contextlib.suppress(RehearsedError),
             ):
                 started.run(1, started.run(0, {}))
@@ -74,7 +74,7 @@ class Passage:
         for number, started in enumerate(self._started):
             begin = time.perf_counter()
             known = self._run.compilations
-            with recompile_without_limit():
+            with self._run.running():
                 values = started.run(stage, activations.of(number, stage))
             self._run.count_run()
             if stage + 1 < len(started.graph.stages):

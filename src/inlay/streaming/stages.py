@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -129,8 +128,7 @@ class Started:
         self.graph, self._args = graph, list(args)
 
     def run(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        with torch.no_grad():
-            return self.graph.run(stage, self._args, values)
+        return self.graph.run(stage, self._args, values)
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         return self.graph.parameters(stage, self._args)

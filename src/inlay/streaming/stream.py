@@ -16,7 +16,7 @@ from inlay.recipe import Recipe
 from inlay.run_record import Record, Stages
 from inlay.statistics.on_disk import DataSeen
 from inlay.streaming.journal import Journal
-from inlay.streaming.memory import MemoryWatch
+from inlay.streaming.peak import MemoryWatch
 from inlay.streaming.worker import Settings, Worker
 from inlay.workflow.calibration_run import Run
 from inlay.workflow.run import read_batches, seen_with

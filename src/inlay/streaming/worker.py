@@ -15,6 +15,7 @@ from inlay.evaluation.compare import Comparison
 from inlay.evaluation.layer_errors import weight_errors
 from inlay.evaluation.summary import report_of, slot_records
 from inlay.files import move_into_place, write_atomically
+from inlay.memory import return_freed_memory
 from inlay.observers import QParamsDict
 from inlay.progress import Bar
 from inlay.recipe import recipe_text
@@ -25,7 +26,7 @@ from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
 from inlay.streaming.activations import Activations
 from inlay.streaming.comparison import StreamedComparison
 from inlay.streaming.journal import Journal, Written
-from inlay.streaming.memory import MemoryWatch
+from inlay.streaming.peak import MemoryWatch
 from inlay.streaming.parts import CheckpointParts, load_qparams, save_qparams
 from inlay.streaming.passage import Passage
 from inlay.streaming.regions import Region, Regions
@@ -124,6 +125,7 @@ class Worker:
                 following = self._regions[number + 1 : number + 2]
                 needed = {name for each in following for name in each.parameters}
                 self._stored.release([n for n in region.parameters if n not in needed])
+                return_freed_memory()
 
     def _through(self, region: Region, activations: Activations) -> Iterator[int]:
         if self._passage is None or region.stage is None:
@@ -137,6 +139,7 @@ class Worker:
         """Quantize and write a region through which all batches have run."""
         run, region = self._run, self._regions[number]
         plan = run.plan.part(self._regions.belongs_to(number))
+        return_freed_memory()  # of batches; weights need it now
         with run.stages(_SEARCHING):
             qparams = qparams_of(
                 run.statistics,
