@@ -48,7 +48,7 @@ class StoredModel:
         }
         self.loaded: set[str] = set()
         persistent = [name for name in self._sources if name not in self._names]
-        self._read(persistent)  # buffers: small, and needed in several places
+        self._read(persistent, mapped=False)  # buffers: small, and needed in several places
 
     @classmethod
     def open(
@@ -83,14 +83,16 @@ class StoredModel:
         """Bytes of parameters in memory, once they are loaded."""
         return sum(self._parameters[n].numel() * self._parameters[n].element_size() for n in names)
 
-    def load(self, names: Collection[str]) -> None:
+    def load(self, names: Collection[str], *, mapped: bool = False) -> None:
         """Read parameters from disk, through the conversions of transformers.
 
+        :param mapped: leave in their files those that need no conversion, as far as the device
+            allows; they are read where they are used
         :raises CheckpointError: if that is not possible for these parameters alone
         """
         missing = [name for name in names if name not in self.loaded]
         sources = [target for target in self._sources if self._names.get(target) in set(missing)]
-        values = self._read(sources)
+        values = self._read(sources, mapped)
         for target, value in values.items():
             name = self._names.get(target)
             if name in missing:
@@ -125,7 +127,7 @@ class StoredModel:
         finally:
             self.release(names)
 
-    def _read(self, targets: Collection[str]) -> dict[str, torch.Tensor]:
+    def _read(self, targets: Collection[str], mapped: bool) -> dict[str, torch.Tensor]:
         """Read what belongs to these names, and leave the parameters of the model as they are."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
@@ -137,9 +139,8 @@ class StoredModel:
         before = {id(module): dict(module._parameters) for module in model.modules()}
         with self.files.reading() as read, _without_bars():
             try:
-                info, _ = convert_and_load_state_dict_in_model(
-                    model, {name: _Unread(name, read, self.reads) for name in names}, self._loading
-                )
+                unread = {name: _Unread(name, read, self.reads, mapped) for name in names}
+                info, _ = convert_and_load_state_dict_in_model(model, unread, self._loading)
                 found = {
                     name: value.detach()
                     for name, value in _tensors_of(model)
@@ -174,13 +175,14 @@ class StoredModel:
 class _Unread:
     """Stands for a tensor in a file; transformers reads it by taking all of it."""
 
-    def __init__(self, name: str, read: Any, reads: dict[str, int]) -> None:
-        self._name, self._read, self._reads = name, read, reads
+    def __init__(self, name: str, read: Any, reads: dict[str, int], mapped: bool) -> None:
+        self._name, self._read, self._reads, self._mapped = name, read, reads, mapped
 
     def __getitem__(self, _: Any) -> torch.Tensor:
         self._reads[self._name] += 1
-        tensor: torch.Tensor = self._read(self._name).clone()  # in memory, not in the file
-        return tensor
+        tensor: torch.Tensor = self._read(self._name)
+        # A block is read at once, in the order of the file, and not page by page as it runs.
+        return tensor if self._mapped else tensor.clone()
 
 
 def _folder_of(source: Source) -> Path:

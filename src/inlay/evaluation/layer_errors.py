@@ -15,6 +15,7 @@ from inlay.report.data import LayerError
 __all__ = ["Noise", "layer_errors", "weight_errors"]
 
 _WEIGHTED = ("weight", "input")
+_AT_ONCE = 1 << 22  # values
 
 
 class Noise:
@@ -26,9 +27,13 @@ class Noise:
         self.is_empty = True
 
     def add(self, exact: torch.Tensor, quantized: torch.Tensor) -> "Noise":
-        exact = exact.float()
-        self.signal += _power(exact)
-        self.error += _power(quantized.float() - exact)
+        # Part by part: in float32, and with their difference, large weights would be many times
+        # as large.
+        rows = max(1, _AT_ONCE * len(exact) // max(1, exact.numel())) if exact.dim() else 1
+        for one, other in zip(_split(exact, rows), _split(quantized, rows), strict=True):
+            one = one.float()
+            self.signal += _power(one)
+            self.error += _power(other.float() - one)
         self.is_empty = False
         return self
 
@@ -127,6 +132,10 @@ def _quantized_slots(bindings: Bindings, plan: Plan, module: str) -> dict[str, S
         for base_name, slot in plan.of_module(module).items()
         if base_name in _WEIGHTED and slot.is_quantized(statistics.qparams)
     }
+
+
+def _split(values: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    return torch.split(values, rows) if values.dim() else (values,)
 
 
 def _power(values: torch.Tensor) -> float:

@@ -59,7 +59,7 @@ class StreamedComparison:
             layers: list[LayerError] = []
             shown = watched(regions, "comparing", show=self._run.show_progress)
             for number, region in enumerate(shown):
-                self._stored.load(region.parameters)
+                regions.load(region)
                 plan = self._run.plan.part(regions.belongs_to(number))
                 plan.renew_experts()
                 for pair in pairs if region.stage is not None else ():
@@ -89,7 +89,7 @@ class StreamedComparison:
             for parameter in module.parameters(recurse=False)
         ]
         outside = self._stored.names_of(quantized)
-        self._stored.load(outside)
+        self._stored.load(outside, mapped=True)
         pairs = [
             _Pair(self, rerun, number, batch, self._starting, self._run)
             for number, batch in enumerate(batches)

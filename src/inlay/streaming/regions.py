@@ -46,7 +46,7 @@ class Regions(Sequence[Region]):
     """
 
     def __init__(self, stored: StoredModel, started: Started | None, plan: Plan) -> None:
-        model = stored.model
+        model, self._stored = stored.model, stored
         self._blocks = block_modules(model)
         if len(self._blocks) < 2:
             raise ConfigurationError(
@@ -86,6 +86,17 @@ class Regions(Sequence[Region]):
 
     def __len__(self) -> int:
         return len(self._regions)
+
+    def load(self, region: Region) -> None:
+        """Read the parameters of a region.
+
+        Those outside of the blocks stay in their files until they are used: an embedding may be
+        larger than a block, and few of its rows are.
+        """
+        prefixes = tuple(f"{name}." for name in self._blocks)
+        inside = [name for name in region.parameters if name.startswith(prefixes)]
+        self._stored.load(inside)
+        self._stored.load([n for n in region.parameters if n not in set(inside)], mapped=True)
 
     def belongs_to(self, number: int) -> Callable[[str], bool]:
         """Return what tells whether a module belongs to a region."""

@@ -26,9 +26,9 @@ from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
 from inlay.streaming.activations import Activations
 from inlay.streaming.comparison import StreamedComparison
 from inlay.streaming.journal import Journal, Written
-from inlay.streaming.peak import MemoryWatch
 from inlay.streaming.parts import CheckpointParts, load_qparams, save_qparams
 from inlay.streaming.passage import Passage
+from inlay.streaming.peak import MemoryWatch
 from inlay.streaming.regions import Region, Regions
 from inlay.streaming.stages import Starting
 from inlay.workflow.calibration_run import Run
@@ -114,7 +114,7 @@ class Worker:
             for number in range(len(journal.written), len(self._regions)):
                 region = self._regions[number]
                 with self._run.stages(_READING):
-                    self._stored.load(region.parameters)
+                    self._regions.load(region)
                     self._run.plan.part(self._regions.belongs_to(number)).renew_experts()
                 for batch in self._through(region, activations):
                     tokens, _ = count_tokens(self._batches[batch])
