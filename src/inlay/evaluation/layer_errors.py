@@ -15,7 +15,7 @@ from inlay.report.data import LayerError
 __all__ = ["Noise", "layer_errors", "weight_errors"]
 
 _WEIGHTED = ("weight", "input")
-_AT_ONCE = 1 << 22  # values
+_AT_ONCE = 1 << 20  # values
 
 
 class Noise:

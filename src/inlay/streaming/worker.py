@@ -15,7 +15,7 @@ from inlay.evaluation.compare import Comparison
 from inlay.evaluation.layer_errors import weight_errors
 from inlay.evaluation.summary import report_of, slot_records
 from inlay.files import move_into_place, write_atomically
-from inlay.memory import return_freed_memory
+from inlay.memory import returning_freed_memory
 from inlay.observers import QParamsDict
 from inlay.progress import Bar
 from inlay.recipe import recipe_text
@@ -119,13 +119,13 @@ class Worker:
                 for batch in self._through(region, activations):
                     tokens, _ = count_tokens(self._batches[batch])
                     bar.advance(tokens, f"{number + 1} of {len(self._regions)}, {region.name}")
-                journal.add(self._written(number, journal, activations))
-                if region.stage is not None:
-                    activations.drop(region.stage)
-                following = self._regions[number + 1 : number + 2]
-                needed = {name for each in following for name in each.parameters}
-                self._stored.release([n for n in region.parameters if n not in needed])
-                return_freed_memory()
+                with returning_freed_memory():  # of batches too; weights need it now
+                    journal.add(self._written(number, journal, activations))
+                    if region.stage is not None:
+                        activations.drop(region.stage)
+                    following = self._regions[number + 1 : number + 2]
+                    needed = {name for each in following for name in each.parameters}
+                    self._stored.release([n for n in region.parameters if n not in needed])
 
     def _through(self, region: Region, activations: Activations) -> Iterator[int]:
         if self._passage is None or region.stage is None:
@@ -139,7 +139,6 @@ class Worker:
         """Quantize and write a region through which all batches have run."""
         run, region = self._run, self._regions[number]
         plan = run.plan.part(self._regions.belongs_to(number))
-        return_freed_memory()  # of batches; weights need it now
         with run.stages(_SEARCHING):
             qparams = qparams_of(
                 run.statistics,
