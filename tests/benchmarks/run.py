@@ -14,6 +14,7 @@ import inside
 import llmcompressor
 import overhead
 import pipelines
+import processes
 import streaming
 import torch
 import weights
@@ -30,6 +31,7 @@ PARTS = {
     "after": after.rows,
     "inside": inside.rows,
     "streaming": streaming.rows,
+    "processes": processes.rows,
 }
 
 

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ __all__ = [
     "save_checkpoint",
     "size_of_model",
 ]
+
+_NAMED = 8  # how many experts an error names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,9 @@ def save_checkpoint(
     _require_saveable(model)
     max_size = size_in_bytes(max_shard_size)
     full_precision = require_servable(plan, qparams, accept=accept)
-    _require_whole_stacks(plan, full_precision)
+    stacks = _quantized_stacks(plan, full_precision)
     layers = quantized_layers(model, plan, recipe, full_precision)
-    contents = Contents.of(model, plan, layers, equalized)
+    contents = Contents.of(model, layers, stacks, equalized)
     folder = Path(folder)
     shards = Shards(folder, max_size)
     blocks = _blocks(contents.unquantized, layers)
@@ -108,15 +111,16 @@ class Contents:
     def of(
         cls,
         model: nn.Module,
-        plan: Plan,
         layers: Sequence[QuantizedLayer],
+        stacks: Iterable[ExpertStack],
         equalized: EqualizedParameters | None,
     ) -> "Contents":
         keep_ties = not _shares_quantized_weight(model, layers)
         state = _unquantized_state(model, layers, keep_ties)
-        for stack in plan.stacks:
-            state.pop(stack)
-        names = {name: own for stack in plan.stacks.values() for name, own in _saved(model, stack)}
+        names: dict[str, str] = {}
+        for stack in stacks:
+            state.pop(stack.name)
+            names.update(_saved(model, stack))
         return cls(
             model=model, keep_ties=keep_ties, unquantized=state, experts=names, equalized=equalized
         )
@@ -172,14 +176,25 @@ def _require_saveable(model: nn.Module) -> None:
         )
 
 
-def _require_whole_stacks(plan: Plan, full_precision: Collection[str]) -> None:
-    for stack in plan.stacks.values():
-        without = [name for name in stack.members if name in full_precision]
-        if without:
+def _quantized_stacks(plan: Plan, full_precision: Collection[str]) -> list[ExpertStack]:
+    """Return the parameters whose experts are quantized: all of a module, or none.
+
+    :raises StatisticsError: if only some experts of a module are
+    """
+    found: list[ExpertStack] = []
+    for experts, stacks in groupby(plan.stacks.values(), lambda stack: stack.experts):
+        own = list(stacks)
+        members = [name for stack in own for name in stack.members]
+        without = [name for name in members if name in full_precision]
+        if without and len(without) < len(members):
+            named = ", ".join(without[:_NAMED])
+            more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
             raise StatisticsError(
-                f"{', '.join(without)} would stay in full precision, and no server loads experts "
-                f"of which only some are quantized; ignore all experts of {stack.experts}"
+                f"{named}{more} would stay in full precision, and no server loads experts of which "
+                f"only some are quantized; ignore all experts of {experts}"
             )
+        found += [] if without else own
+    return found
 
 
 def _shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:

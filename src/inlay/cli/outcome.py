@@ -1,7 +1,7 @@
 """The result of a run in a few lines."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from inlay.cli.terminal import console
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from inlay.streaming.stream import Streamed
     from inlay.workflow.calibration_run import Run
 
-__all__ = ["report_data", "show_result"]
+__all__ = ["interrupted", "report_data", "show_result"]
 
 
 def report_data(folder: Path) -> "ReportData | None":
@@ -19,6 +19,24 @@ def report_data(folder: Path) -> "ReportData | None":
 
     path = folder / "report.json"
     return ReportData.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def interrupted(folder: Path, what: str) -> NoReturn:
+    """Say how a run that the user stopped can go on, and end.
+
+    :param folder: keeps what the run has done so far
+    :param what: the content of that folder
+    """
+    import typer
+
+    from inlay.cli.terminal import tell
+    from inlay.ranks.identity import is_first
+
+    if is_first() and folder.exists():
+        tell(f"interrupted; {folder} holds the {what} so far: continue with --resume")
+    elif is_first():
+        tell(f"interrupted before any {what} were saved; nothing was written")
+    raise typer.Exit(130)
 
 
 def show_result(run: "Run | Streamed", out: Path) -> None:

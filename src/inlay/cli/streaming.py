@@ -1,13 +1,10 @@
 """What `inlay calibrate --stream` does."""
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import typer
-
-from inlay.cli.outcome import show_result
+from inlay.cli.outcome import interrupted, show_result
 from inlay.cli.recipes import Wanted
-from inlay.cli.terminal import tell
 from inlay.errors import ConfigurationError
 
 __all__ = ["run_streamed"]
@@ -17,20 +14,16 @@ def run_streamed(
     model: str,
     wanted: Wanted,
     data: Path | None,
-    out: Path,
-    *,
-    source: dict[str, Any],
     dtype: str,
-    offload_activations: bool,
-    overwrite: bool,
-    report: bool,
-    quiet: bool,
+    source: dict[str, Any],
     settings: dict[str, Any],
+    *,
+    quiet: bool,
 ) -> None:
     """Stream a model from its folder to another, and say what came out.
 
     :param source: what may be done to load the model
-    :param settings: the options of `inlay.stream` that those of `inlay.calibrate` share
+    :param settings: the options of `inlay.stream`
     """
     options = dict(source)
     if options.pop("gguf_file") is not None:
@@ -44,25 +37,8 @@ def run_streamed(
 
     stored = StoredModel.open(model, dtype=dtype, **options)
     try:
-        streamed = stream(
-            stored,
-            wanted.recipe_for(stored.model),
-            data,
-            out=out,
-            offload_activations=offload_activations,
-            overwrite=overwrite,
-            report=report,
-            **settings,
-        )
+        streamed = stream(stored, wanted.recipe_for(stored.model), data, **settings)
     except KeyboardInterrupt:
-        _interrupted(work_folder(out))
+        interrupted(work_folder(settings["out"]), "blocks")
     if not quiet:
-        show_result(streamed, out)
-
-
-def _interrupted(folder: Path) -> NoReturn:
-    if folder.exists():
-        tell(f"interrupted; {folder} holds the blocks written so far: continue with --resume")
-    else:
-        tell("interrupted before anything was written")
-    raise typer.Exit(130)
+        show_result(streamed, settings["out"])

@@ -9,6 +9,7 @@ from inlay.observers.helpers import as_stored
 from inlay.observers.kwargs import Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.ranges.padding import fill_invalid
+from inlay.ranges.parts import Parts
 
 __all__ = ["ChannelRangeObserver"]
 
@@ -33,3 +34,6 @@ class ChannelRangeObserver(MeasuringObserver):
             rows = fill_invalid(rows, valid)
         low, high = torch.amin(rows, 0), torch.amax(rows, 0)
         return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
+
+    def measure_input_parts(self, x: torch.Tensor, parts: Parts) -> Tensors:
+        return {"min_vals": as_stored(parts.least(x)), "max_vals": as_stored(parts.largest(x))}

@@ -45,7 +45,9 @@ class CheckpointParts:
         self._max_size, self._accept = size_in_bytes(max_shard_size), accept
         model, plan = calibration.model, calibration.plan
         layers = quantized_layers(model, plan, calibration.recipe)
-        self._contents = Contents.of(model, plan, layers, calibration.equalization.parameters)
+        self._contents = Contents.of(
+            model, layers, plan.stacks.values(), calibration.equalization.parameters
+        )
 
     def write(
         self, number: int, plan: Plan, qparams: Mapping[str, QParamsDict]

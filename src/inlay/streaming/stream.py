@@ -12,9 +12,9 @@ from inlay.data.batch import digest
 from inlay.data.tokenize import read_rows
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
+from inlay.ranks.identity import size
 from inlay.recipe import Recipe
 from inlay.run_record import Record, Stages
-from inlay.statistics.on_disk import DataSeen
 from inlay.streaming.journal import Journal
 from inlay.streaming.peak import MemoryWatch
 from inlay.streaming.worker import Settings, Worker
@@ -103,7 +103,8 @@ def stream(
         )
         _require_streamable(run)
         calibration = list(batches) if run.plan.needs_data else []
-        run.data_seen = _seen(calibration)
+        for batch in calibration:
+            run.data_seen = seen_with(run.data_seen, batch)
         settings = Settings(
             max_shard_size=max_shard_size,
             accept=tuple(accept),
@@ -116,7 +117,7 @@ def stream(
         identity = {
             "model": f"{stored.files.identity()} {stored.model.dtype}",
             "recipe": recipe.fields,
-            "data": run.data_seen.digest,
+            "data": [digest(batch).hex() for batch in calibration],
             "compiler": compiler,
             "settings": settings.identity(),
         }
@@ -141,14 +142,18 @@ def _tokenizer_of(stored: StoredModel, data: Any) -> Any:
 
 def _require_streamable(run: Run) -> None:
     """Refuse recipes and models that need more than one block at a time."""
+    if size() > 1:
+        raise ConfigurationError(
+            f"a streamed run is that of one process, and there are {size()}; stream without "
+            "torchrun, or leave --stream out"
+        )
+    if run.plan.observes_in(run.plan.experts):
+        raise ConfigurationError(
+            f"a streamed run cannot observe the inputs of each expert yet, such as those of "
+            f"{next(iter(run.plan.experts))}; choose a scheme with dynamic inputs or without, "
+            "ignore the experts in the recipe, or calibrate in memory"
+        )
     if run.recipe.equalize is not None:
         raise ConfigurationError(
             "a streamed run cannot equalize yet; leave equalize out, or calibrate in memory"
         )
-
-
-def _seen(batches: list[Any]) -> DataSeen:
-    seen = DataSeen()
-    for batch in batches:
-        seen = seen_with(seen, batch, digest(batch))
-    return seen

@@ -207,7 +207,7 @@ class Worker:
         with run.stages(_WRITING):
             size = self._parts.finish(qparams, run.tokenizer)
             run.stored(model=run.record.model, data=run.data).save(folder / FOLDER_NAME)
-            text = recipe_text(run.recipe.config, run.recipe.equalize)
+            text = recipe_text(run.recipe)
             write_atomically(folder / "recipe.yaml", text)
         if self._settings.report:
             self._report(journal, (size_of_model(run.model), size), memory)
