@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,12 @@ class Worker:
                     journal.folder / "comparing",
                     offload=self._settings.offload,
                 ).compare(run.held_out)
-        data = report_of(run, comparison, record=run.record, sizes=sizes, slots=tuple(slots))
+        seconds = sum(took for name, took in run.record.stages if name != _COMPARING)
+        data = replace(
+            report_of(run, comparison, record=run.record, sizes=sizes, slots=tuple(slots)),
+            peak_memory=memory.peak,
+            tokens_per_second=run.record.tokens / seconds if run.record.tokens else None,
+        )
         write_atomically(journal.checkpoint / "report.json", data.to_json())
         report_page.write(data, journal.checkpoint / "report.html")
 
