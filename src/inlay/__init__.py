@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from inlay.observers import Observer, QParamsDict, sync_observers
     from inlay.recipe import Recipe
     from inlay.statistics.on_disk import StoredStatistics
+    from inlay.streaming.stream import stream
     from inlay.workflow.run import calibrate
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "finalize",
     "observers",
     "passes",
+    "stream",
     "sync_observers",
 ]
 
@@ -51,6 +53,7 @@ _LAZY = {
     "StoredStatistics": "inlay.statistics.on_disk",
     "calibrate": "inlay.workflow.run",
     "finalize": "inlay.calibration.named_backend",
+    "stream": "inlay.streaming.stream",
     "sync_observers": "inlay.observers",
 }
 _LAZY_MODULES = ("observers", "passes")

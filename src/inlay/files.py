@@ -10,7 +10,14 @@ from pathlib import Path
 
 from inlay.errors import CheckpointError, ConfigurationError
 
-__all__ = ["new_file", "new_folder", "require_room", "require_writable", "write_atomically"]
+__all__ = [
+    "move_into_place",
+    "new_file",
+    "new_folder",
+    "require_room",
+    "require_writable",
+    "write_atomically",
+]
 
 _PARTIAL = ".partial"  # ends the name of something that is still being written
 _REPLACED = ".replaced"  # ends the name of an old folder until the new one is in its place
@@ -38,6 +45,20 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise _unwritten(target, partial, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def move_into_place(folder: Path, path: str | Path, *, overwrite: bool = False) -> None:
+    """Rename a complete folder to `path`, as `new_folder` does at its end.
+
+    :param folder: a folder on the same file system
+    """
+    target = Path(os.path.realpath(path))
+    require_room(target, overwrite=overwrite)
+    try:
+        _flush_tree(folder)
+        _move_in(folder, target)
+    except OSError as error:
+        raise _unwritten(target, folder, error) from error
 
 
 @contextlib.contextmanager

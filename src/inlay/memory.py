@@ -7,13 +7,19 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-__all__ = ["collecting_garbage_later", "keeping_freed_memory", "return_freed_memory"]
+__all__ = [
+    "collecting_garbage_later",
+    "keeping_freed_memory",
+    "return_freed_memory",
+    "returning_freed_memory",
+]
 
 # Parameters of mallopt, from malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MiB = 1 << 20
 # The largest that glibc raises its own thresholds to, by what a program frees.
 _OWN = (64 * _MiB, 32 * _MiB)
+_RETURNING = (128 << 10, 128 << 10)  # what glibc begins with
 _KEEPING = (2047 * _MiB, 1024 * _MiB)  # they are ints
 
 
@@ -26,6 +32,17 @@ def keeping_freed_memory() -> Iterator[None]:
     Where there is no glibc, nothing is done.
     """
     _set_thresholds(*_KEEPING)
+    try:
+        yield
+    finally:
+        _set_thresholds(*_OWN)
+
+
+@contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Have malloc return to the system at once what is freed, for what runs short of memory."""
+    return_freed_memory()
+    _set_thresholds(*_RETURNING)
     try:
         yield
     finally:

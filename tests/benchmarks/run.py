@@ -15,6 +15,7 @@ import llmcompressor
 import overhead
 import pipelines
 import processes
+import streaming
 import torch
 import weights
 from harness import Row
@@ -29,6 +30,7 @@ PARTS = {
     "pipelines": pipelines.rows,
     "after": after.rows,
     "inside": inside.rows,
+    "streaming": streaming.rows,
     "processes": processes.rows,
 }
 

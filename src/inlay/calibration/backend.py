@@ -55,6 +55,9 @@ class Backend:
         self.tiers: list[Tier] = []
         self.graphs: list[CompiledGraph] = []
         self.compilations = 0
+        # Takes the graph of a model around its blocks, and what it gives is run in its place.
+        self.arrange: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+        self.is_rehearsing = False  # whether blocks are traced and prepared, and do not run
         self.__name__ = "inlay"
 
     def _forget(self, _: object) -> None:
@@ -107,10 +110,14 @@ class Backend:
 
     def start_again(self, before: Mapping[str, Statistics]) -> None:
         """Forget all graphs, and what was observed since the statistics were these."""
-        for graph in self.graphs:
-            graph.unbind()
+        self.rewind(before)
         self.graphs.clear()
         self.tiers.clear()
+
+    def rewind(self, before: Mapping[str, Statistics]) -> None:
+        """Forget what was observed since the statistics were these."""
+        for graph in self.graphs:
+            graph.unbind()
         self.bindings.statistics.rewind(before)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

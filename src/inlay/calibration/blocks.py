@@ -30,7 +30,7 @@ from inlay.torch_private import (
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
 
-__all__ = ["Block", "BlockCall", "Blocks", "call_block"]
+__all__ = ["Block", "BlockCall", "Blocks", "block_modules", "call_block"]
 
 _HANDLE = "_inlay_block"  # attribute of a block while its model runs
 
@@ -215,6 +215,12 @@ class BlockCall:
         if any(results[place].shape[dim] != size for place, dim, size in self.fixed):
             raise GraphError("a block returns other sizes than one like it")
         return result
+
+
+def block_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in order: modules of one class that stand in a row."""
+    classes = _block_classes(model)
+    return {name: module for name, module in model.named_modules() if type(module) in classes}
 
 
 def _block_classes(model: nn.Module) -> set[type[nn.Module]]:

@@ -19,7 +19,14 @@ from inlay.calibration.explain import explain, padding_problem
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.rerun import Rerun
 from inlay.calibration.tiers import Forecast, Tier
-from inlay.calibration.tracing import Enclosed, by_name, first_that_traces, on_trial, without_cache
+from inlay.calibration.tracing import (
+    Enclosed,
+    by_name,
+    first_that_traces,
+    left_alone,
+    on_trial,
+    without_cache,
+)
 from inlay.calibration.weights import Weights
 from inlay.collectives import from_all_ranks
 from inlay.equalization.equalization import Equalization
@@ -29,7 +36,7 @@ from inlay.memory import collecting_garbage_later, keeping_freed_memory, return_
 from inlay.observers import QParamsDict
 from inlay.passes import PREPARE
 from inlay.ranks.together import together
-from inlay.recipe import Plan, Recipe
+from inlay.recipe import Plan, Recipe, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.finalize import finalize
@@ -138,23 +145,34 @@ class Calibration:
                 "the calibration is finalized; make a new one to observe more batches"
             )
         self._run_graphs(*args, **kwargs)
-        self._forecast.done += 1
+        if not self._forecast.block_by_block:
+            self.count_run()
 
     def _run_graphs(self, *args: Any, **kwargs: Any) -> Any:
         if self._graphs_run is None:
             self._graphs_run = self._compile_for_statistics()
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
+        with self.running():
+            return self._graphs_run(*args, **given)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What graphs of the calibration run in, whoever calls them."""
         with (
             torch.no_grad(),
             observing_dynamo(),
             keeping_freed_memory(),
             collecting_garbage_later(),
         ):
-            return self._graphs_run(*args, **given)
+            yield
 
     def expect(self, batches: int) -> None:
         """Say how many more batches are to come, so that nothing is compiled for too few."""
         self._forecast.expect(batches)
+
+    def count_run(self) -> None:
+        """Take note that a batch has run; in stages, that it has run through one of them."""
+        self._forecast.done += 1
 
     @property
     def tiers(self) -> list[str]:
@@ -198,6 +216,47 @@ class Calibration:
         tried = [on_trial(way, model, self._observing, Exception) for way in apart]
         return first_that_traces([*tried, on_trial(whole, model, self._observing), parts])
 
+    def run_in_stages(self, arrange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let somebody else run the blocks of the model: for batches to be taken block by block.
+
+        From then on, `observe` traces a batch if need be, and calls what `arrange` made of the
+        graph around the blocks. Nothing else of the batch runs.
+
+        :param arrange: takes the graph around the blocks, whose calls of blocks are nodes
+        :raises ConfigurationError: if the model has no blocks
+        """
+        model = self.model
+        whole = torch.compile(Enclosed(model), backend=self._observing, fullgraph=True)
+        apart = Blocks(model, self._observing).running(whole)
+        if not apart:
+            raise ConfigurationError(
+                f"{type(model).__name__} cannot be streamed, because it has no blocks: no two "
+                "modules of one class stand in a row; calibrate it in memory"
+            )
+        self._observing.arrange = arrange
+        self._forecast.block_by_block = True
+        (run,) = apart
+
+        def leaving_the_model_alone(*args: Any, **kwargs: Any) -> Any:
+            with left_alone(model):
+                return run(*args, **kwargs)
+
+        self._graphs_run = leaving_the_model_alone
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Trace and prepare blocks without running them: a call of one raises RehearsedError.
+
+        Afterwards nothing is observed that was not before.
+        """
+        before = self.statistics.snapshot()
+        self._observing.is_rehearsing = True
+        try:
+            yield
+        finally:
+            self._observing.is_rehearsing = False
+            self._observing.rewind(before)
+
     @property
     def model(self) -> nn.Module:
         """The model that is calibrated."""
@@ -225,6 +284,10 @@ class Calibration:
                 self._finalize(accept)
         assert self.statistics.qparams is not None
         return self.statistics.qparams
+
+    def weight_of(self, slot: Slot) -> torch.Tensor:
+        """The weight of a slot before it is quantized: as the model has it, or equalized."""
+        return self._bindings.weights.plain(slot)
 
     def _finalize(self, accept: Collection[str]) -> None:
         finalize(

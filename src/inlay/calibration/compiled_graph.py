@@ -35,9 +35,13 @@ from inlay.passes import InlineCalls
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
 
-__all__ = ["CompiledGraph", "Variant", "compile_regions"]
+__all__ = ["CompiledGraph", "RehearsedError", "Variant", "compile_regions"]
 
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class RehearsedError(Exception):
+    """A block was traced and prepared, and was not to run."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class CompiledGraph:
     """
 
     def __init__(self, backend: "Backend", gm: GraphModule, *, is_region: bool = False) -> None:
-        self.backend, self._is_region = backend, is_region
+        self.backend, self.is_region = backend, is_region
         self.regions: list[CompiledGraph] = []
         # Weights are operands of calls until these are inlined.
         self.gm = gm = InlineCalls()(self._with_regions(gm)).graph_module
@@ -91,15 +95,17 @@ class CompiledGraph:
 
     def __call__(self, *args: Any) -> Any:
         run, tensors = self.bind(args)
+        if self.is_region and self.backend.is_rehearsing:
+            raise RehearsedError
         results = run(*args, *tensors)
-        wanted = self._is_region or self.backend.pipelines.outputs
+        wanted = self.is_region or self.backend.pipelines.outputs
         return results if wanted else (None,) * self.num_outputs
 
     @property
     def _pipelines(self) -> Pipelines:
         # The next block reads what a block gives, whether or not the caller does.
         pipelines = self.backend.pipelines
-        return replace(pipelines, outputs=True) if self._is_region else pipelines
+        return replace(pipelines, outputs=True) if self.is_region else pipelines
 
     def _with_regions(self, gm: GraphModule) -> GraphModule:
         """Let blocks, and graphs that are called more than once, run as graphs of their own."""
@@ -160,7 +166,7 @@ class CompiledGraph:
             tensors = [given.tensor(bindings, names, args) for given in variant.inputs]
             bound = self._bound[key] = (variant.run, tensors)
             variant.count_call()
-            self.backend.forecast.found += self._is_region
+            self.backend.forecast.found += self.is_region
             found = equalizable(variant.graph_module)
             if found is not None:
                 bindings.equalization.collected.add(found, _lookup(variant.graph_module, args))
@@ -225,6 +231,8 @@ class CompiledGraph:
         prepared = whole(gm).graph_module
         regions = pipelines.cutting()(prepared).graph_module
         run, pieces = compile_regions(regions, self.backend.compile)
+        if self.backend.arrange is not None and not self.is_region:
+            run = self.backend.arrange(run)
         inputs = given_inputs(prepared, bindings)
         return Variant(prepared, run, modules, tuple(inputs), pieces)
 

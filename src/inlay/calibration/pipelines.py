@@ -20,7 +20,8 @@ from inlay.recipe import Plan
 
 __all__ = ["Pipelines", "Purpose"]
 
-Purpose: TypeAlias = tuple[bool, bool]  # whether for outputs, and whether to compare layers
+# Whether for outputs, whether to compare layers, and whether as the model was
+Purpose: TypeAlias = tuple[bool, bool, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Pipelines:
     :param outputs: whether outputs of the model are wanted, and not only statistics
     :param count_padding: whether positions that the attention mask leaves out count all the same
     :param compare_layers: whether finalized graphs compare their layers instead of quantizing them
+    :param plain: whether finalized graphs are left as they were traced
     """
 
     plan: Plan
@@ -38,11 +40,12 @@ class Pipelines:
     outputs: bool = True
     count_padding: bool = False
     compare_layers: bool = False
+    plain: bool = False
 
     @property
     def purpose(self) -> Purpose:
         """Tell apart the pipelines that a calibration runs on one graph in the same phase."""
-        return self.outputs, self.compare_layers
+        return self.outputs, self.compare_layers, self.plain
 
     def observing(self) -> Pipeline:
         """From a traced graph to one that observes, whole."""
@@ -60,6 +63,8 @@ class Pipelines:
 
         Observers are inserted here too: they say which slots share a scale.
         """
+        if self.plain:
+            return Pipeline(())
         qparams = self.plan.with_stacks(qparams)
         if self.compare_layers:
             return Pipeline.of(COMPARE, plan=self.plan, qparams=qparams, equalized=equalized)

@@ -1,7 +1,7 @@
 """Run batches through the graphs of a finalized calibration, for their outputs."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,20 +36,46 @@ class Rerun:
         """The outputs of the plain model, while its layers are compared with quantized ones."""
         return self._outputs(batch, self._comparing)
 
+    @contextmanager
+    def running(self, *, quantized: bool = False, compare_layers: bool = False) -> Iterator[None]:
+        """Have the graphs that run meanwhile give the outputs of one model or the other.
+
+        :param quantized: those of the quantized model
+        :param compare_layers: compare the layers of the plain model on the way
+        """
+        plain = not (quantized or compare_layers)
+        pipelines = replace(self.pipelines, plain=plain, compare_layers=compare_layers)
+        with self._lent(pipelines):
+            yield
+
+    def let_go_of_blocks(self) -> None:
+        """Drop the folded weights of blocks; they are folded again when they are needed."""
+        for backend in self.backends:
+            for graph in backend.graphs:
+                if graph.is_region:
+                    graph.unbind()
+        self.bindings.weights.forget_folded()
+
     def forget(self) -> None:
         """Drop the graphs that were made for this, and what they hold."""
+        plain = replace(self.pipelines, plain=True)
         for backend in self.backends:
-            for pipelines in (self.pipelines, self._comparing):
+            for pipelines in (self.pipelines, self._comparing, plain):
                 backend.forget(pipelines)
 
     @property
     def _comparing(self) -> Pipelines:
         return replace(self.pipelines, compare_layers=True)
 
-    def _outputs(self, batch: Any, pipelines: Pipelines) -> Any:
+    @contextmanager
+    def _lent(self, pipelines: Pipelines) -> Iterator[None]:
         with ExitStack() as stack:
             for backend in self.backends:
                 stack.enter_context(backend.lent(self.bindings, pipelines))
+            yield
+
+    def _outputs(self, batch: Any, pipelines: Pipelines) -> Any:
+        with self._lent(pipelines):
             outputs = self.run(batch)
         # If Dynamo is turned off the plain model runs, and nothing would seem to have changed.
         if not any(backend.serves(pipelines) for backend in self.backends):

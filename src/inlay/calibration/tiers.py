@@ -65,6 +65,7 @@ class Forecast:
     done: int = 0
     blocks: int = 0
     found: int = 0
+    block_by_block: bool = False  # a batch counts anew for each block, and calls that one alone
 
     def expect(self, batches: int) -> None:
         self.total = self.done + batches
@@ -75,6 +76,8 @@ class Forecast:
         The first batch has yet to meet the blocks that follow; they are taken to be like those
         before them.
         """
+        if self.block_by_block:
+            return 1
         if self.done or known < 2:
             return known
         return max(known, self.blocks * known // max(1, self.found))

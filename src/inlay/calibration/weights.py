@@ -69,9 +69,13 @@ class Weights:
         known = self._folded.get(slot.name)
         return fold_weight(self.plain(slot), slot.args, qparams) if known is None else known
 
+    def forget_folded(self) -> None:
+        """Drop the folded weights that are kept."""
+        self._folded.clear()
+
     def with_own_cache(self) -> "Weights":
         """The same weights, with a cache of folded ones that goes when this goes."""
         copied = object.__new__(Weights)
         copied._modules, copied._folded = self._modules, dict(self._folded)
-        copied.equalized = self.equalized
+        copied.equalized, copied._plan = self.equalized, self._plan
         return copied

@@ -10,7 +10,7 @@ from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
 from inlay.statistics.finalize import known_words
 
-__all__ = ["describe_unusable", "require_servable"]
+__all__ = ["describe_unusable", "require_servable", "require_servable_part"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,16 @@ def require_servable(
         precision, `unfused` lets layers that are served as one have separate global scales
     :return: the modules that stay in full precision
     """
+    full_precision = require_servable_part(plan, qparams, accept=accept)
+    if full_precision >= {slot.module for slot in plan.slots.values()}:
+        raise StatisticsError("no module has usable scales, so there is nothing to quantize")
+    return full_precision
+
+
+def require_servable_part(
+    plan: Plan, qparams: Mapping[str, QParamsDict], *, accept: Collection[str] = ()
+) -> frozenset[str]:
+    """Refuse the same of a part of a plan, which may have nothing to quantize."""
     accepted = known_words(accept)
     problems = list(_problems(plan, qparams))
     _refuse_attention(problems)
@@ -46,8 +56,6 @@ def require_servable(
             f"the recipe, or write these in full precision with finalize(accept={_as_set(words)})"
         )
     full_precision = frozenset(problem.slot.module for problem in problems)
-    if full_precision >= {slot.module for slot in plan.slots.values()}:
-        raise StatisticsError("no module has usable scales, so there is nothing to quantize")
     if "unfused" not in accepted:
         _refuse_unfused(plan, qparams, full_precision)
     return full_precision

@@ -15,11 +15,14 @@ from inlay.checkpoint.source import Source
 from inlay.errors import ConfigurationError
 
 __all__ = [
+    "class_of",
+    "dtype_named",
     "empty_model",
     "find_tokenizer",
     "load_model",
     "load_tokenizer",
     "random_model",
+    "require_all_weights",
     "require_full_precision",
 ]
 
@@ -50,18 +53,18 @@ def load_model(
     :param download: fetch missing files from the hub
     """
     source = Source.of(path_or_name, trust_remote_code, gguf_file, download)
-    chosen = _dtype(dtype)
+    chosen = dtype_named(dtype)
     config = source.config()
     require_full_precision(config, source.place)
     source.require_safetensors()
-    cls, options = _class_of(config, source)
+    cls, options = class_of(config, source)
     options.update({"use_safetensors": True} if gguf_file is None else _unpacked())
     model, found = source.read(
         lambda: cls.from_pretrained(
             source.place, dtype=chosen, output_loading_info=True, **source.options, **options
         )
     )
-    _require_all_weights(model, found, source)
+    require_all_weights(model, found, source)
     assert isinstance(model, nn.Module)
     return model.eval()
 
@@ -116,7 +119,7 @@ def empty_model(
     """Build a model without its weights, on the meta device, from its config alone."""
     source = Source.of(path_or_name, trust_remote_code, gguf_file, download)
     config = source.config()
-    cls, options = _class_of(config, source)
+    cls, options = class_of(config, source)
     with torch.device("meta"):
         model = cls.from_config(config, **options) if options else cls(config)
     assert isinstance(model, nn.Module)
@@ -143,7 +146,7 @@ def random_model(
         kinds = getattr(config, "layer_types", None)
         if isinstance(kinds, list):  # one for each layer
             config.layer_types = kinds[:layers]
-    cls, options = _class_of(config, source)
+    cls, options = class_of(config, source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = cls.from_config(config, **options) if options else cls(config)
@@ -151,7 +154,7 @@ def random_model(
     return model.eval()
 
 
-def _class_of(config: Any, source: Source) -> tuple[Any, dict[str, Any]]:
+def class_of(config: Any, source: Source) -> tuple[Any, dict[str, Any]]:
     """Return the class that the config names, and the extra options of an Auto… class."""
     import transformers
 
@@ -167,7 +170,8 @@ def _class_of(config: Any, source: Source) -> tuple[Any, dict[str, Any]]:
     return getattr(transformers, head), {"trust_remote_code": source.trust_remote_code}
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+def dtype_named(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Return the dtype of that name; "auto" stays as it is."""
     if dtype == "auto" or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
@@ -215,7 +219,7 @@ def _correct_tokenizer(tokenizer: Any, config: Any) -> None:
     tokenizer.clean_up_tokenization_spaces = False
 
 
-def _require_all_weights(model: Any, found: dict[str, Any], source: Source) -> None:
+def require_all_weights(model: Any, found: dict[str, Any], source: Source) -> None:
     """Refuse a model with random parts: its statistics would mean nothing."""
     missing = sorted(found.get("missing_keys") or [])
     if missing:

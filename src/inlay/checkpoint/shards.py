@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from inlay.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Shards", "size_in_bytes"]
+__all__ = ["Shards", "file_name", "size_in_bytes", "write_index", "write_shard"]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -52,11 +52,7 @@ class Shards:
         return tensor
 
     def _write(self) -> None:
-        path = self._path(len(self._names))
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise CheckpointError(f"{error} (writing {path.name})") from error
+        write_shard(self._pending, self._path(len(self._names)))
         self._names.append(set(self._pending))
         self._pending, self._pending_size, self._addresses = {}, 0, set()
 
@@ -72,13 +68,37 @@ class Shards:
             self._write()
         weight_map = {}
         for index, names in enumerate(self._names):
-            final = _file_name(index, len(self._names))
+            final = file_name(index, len(self._names))
             self._path(index).rename(self.folder / final)
             weight_map.update(dict.fromkeys(sorted(names), final))
         if len(self._names) > 1:
-            metadata = {"total_parameters": parameters, "total_size": self.total_size}
-            index_text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
-            (self.folder / "model.safetensors.index.json").write_text(index_text + "\n")
+            write_index(self.folder, weight_map, parameters=parameters, total_size=self.total_size)
+
+
+def write_shard(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write one file. Tensors that share memory are written as if they did not."""
+    own: dict[str, torch.Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        own[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
+        addresses.add(own[name].data_ptr())
+    try:
+        save_file(own, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{error} (writing {path.name})") from error
+
+
+def write_index(
+    folder: Path, weight_map: Mapping[str, str], *, parameters: int, total_size: int
+) -> None:
+    """Write the index of several files.
+
+    :param weight_map: names of files, by names of tensors
+    """
+    metadata = {"total_parameters": parameters, "total_size": total_size}
+    text = json.dumps({"metadata": metadata, "weight_map": dict(weight_map)}, indent=2)
+    (folder / "model.safetensors.index.json").write_text(text + "\n")
 
 
 def size_in_bytes(size: int | str) -> int:
@@ -89,7 +109,8 @@ def size_in_bytes(size: int | str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def _file_name(index: int, count: int) -> str:
+def file_name(index: int, count: int) -> str:
+    """Return the name that transformers gives one of several files."""
     if count == 1:
         return "model.safetensors"
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from inlay.errors import ConfigurationError
+from inlay.errors import ConfigurationError, InlayError
 
 __all__ = ["Source"]
 
@@ -103,6 +103,8 @@ class Source:
         """Call `load` and turn its errors into ones that say what to do."""
         try:
             return load()
+        except InlayError:
+            raise  # it says what to do already
         except ImportError as error:
             raise ConfigurationError(f"cannot load {self.place}: {_gist(error)}") from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -3,21 +3,26 @@
 import copy
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig
-from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
 from torch import nn
 
 from inlay.checkpoint.compressing import Block, compressed_blocks, pays_to_share
-from inlay.checkpoint.gate import describe_unusable, require_servable
+from inlay.checkpoint.contents import (
+    Contents,
+    compressed_layer,
+    shares_quantized_weight,
+    unquantized_state,
+)
+from inlay.checkpoint.gate import require_servable
 from inlay.checkpoint.layers import (
     QuantizedLayer,
     quantization_config,
@@ -29,10 +34,17 @@ from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import QParamsDict
 from inlay.progress import watched
-from inlay.recipe import Plan, Recipe, Slot
+from inlay.recipe import Plan, Recipe
 from inlay.recipe.experts import ExpertStack
 
-__all__ = ["CheckpointSizes", "help_with_checkpoint", "require_servable", "save_checkpoint"]
+__all__ = [
+    "CheckpointSizes",
+    "finish_checkpoint",
+    "help_with_checkpoint",
+    "require_servable",
+    "save_checkpoint",
+    "size_of_model",
+]
 
 _NAMED = 8  # how many experts an error names
 
@@ -75,33 +87,40 @@ def save_checkpoint(
     full_precision = require_servable(plan, qparams, accept=accept)
     stacks = _quantized_stacks(plan, full_precision)
     layers = quantized_layers(model, plan, recipe, full_precision)
-    config = quantization_config(model, recipe, layers)
-    _warn_of_experts(plan, config)
+    contents = Contents.of(model, layers, stacks, equalized)
     folder = Path(folder)
     shards = Shards(folder, max_size)
-    keep_ties = not _shares_quantized_weight(model, layers)
-    state = _unquantized_state(model, layers, keep_ties)
-    for stack in stacks:
-        state.pop(stack.name)
-    names = {name: own for stack in stacks for name, own in _saved(model, stack)}
-    if equalized is not None:
-        own = dict(model.named_parameters(remove_duplicate=False))
-        state.update(
-            {name: equalized.of(own[name]) for name in state if equalized.is_changed(own.get(name))}
-        )
-    blocks = _blocks(state, layers)
+    blocks = _blocks(contents.unquantized, layers)
     compressed = compressed_blocks(
-        blocks, lambda layer: _compressed(layer, qparams, equalized), shared=pays_to_share(layers)
+        blocks,
+        lambda layer: compressed_layer(layer, qparams, equalized),
+        shared=pays_to_share(layers),
     )
     bar = watched(compressed, "writing the checkpoint", total=len(blocks), show=progress)
     for unquantized, quantized in bar:
-        shards.add(_as_saved(model, unquantized, quantized, names))
+        shards.add(contents.as_saved(unquantized, quantized))
     shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
-    _write_configs(folder, model, keep_ties)
+    finish_checkpoint(folder, contents, plan, recipe, layers, tokenizer=tokenizer)
+    return CheckpointSizes(before=size_of_model(model), after=shards.total_size)
+
+
+def finish_checkpoint(
+    folder: Path,
+    contents: Contents,
+    plan: Plan,
+    recipe: Recipe,
+    layers: Sequence[QuantizedLayer],
+    *,
+    tokenizer: Any = None,
+) -> None:
+    """Write what belongs beside the weights: configs and tokenizer."""
+    model = contents.model
+    config = quantization_config(model, recipe, layers)
+    _warn_of_experts(plan, config)
+    _write_configs(folder, model, contents.keep_ties)
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    return CheckpointSizes(before=_size(model), after=shards.total_size)
 
 
 def help_with_checkpoint(
@@ -120,11 +139,13 @@ def help_with_checkpoint(
     layers = quantized_layers(model, plan, recipe, require_servable(plan, qparams, accept=accept))
     if not pays_to_share(layers):
         return
-    state = _unquantized_state(model, layers, not _shares_quantized_weight(model, layers))
+    state = unquantized_state(model, layers, not shares_quantized_weight(model, layers))
     for stack in plan.stacks:
         state.pop(stack)
     for _ in compressed_blocks(
-        _blocks(state, layers), lambda layer: _compressed(layer, qparams, equalized), shared=True
+        _blocks(state, layers),
+        lambda layer: compressed_layer(layer, qparams, equalized),
+        shared=True,
     ):
         pass
 
@@ -163,35 +184,7 @@ def _quantized_stacks(plan: Plan, full_precision: Collection[str]) -> list[Exper
     return found
 
 
-def _shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:
-    """Return whether a quantized weight is tied to another.
-
-    A loader ties a single tensor; a quantized weight is several tensors of another type.
-    """
-    owners: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    weights = (getattr(layer.module, "weight", None) for layer in layers)
-    return any(owners.get(id(weight), 0) > 1 for weight in weights if weight is not None)
-
-
-def _unquantized_state(
-    model: Any, layers: Iterable[QuantizedLayer], keep_ties: bool
-) -> dict[str, torch.Tensor]:
-    """Return the tensors to write unchanged, under the model's own names, without copying."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
-    state: dict[str, torch.Tensor] = model.state_dict()
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        state.pop(name, None)
-    if keep_ties:
-        state = remove_tied_weights_from_state_dict(state, model)
-    for layer in layers:
-        state.pop(f"{layer.name}.weight", None)
-    return state
-
-
-def _blocks(state: dict[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[Block]:
+def _blocks(state: Mapping[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[Block]:
     """Group tensors and layers by the block of the model that they belong to."""
     blocks: dict[str, Block] = {}
     for name, tensor in state.items():
@@ -205,114 +198,6 @@ def _block_of(name: str) -> str:
     """Return a name up to its first number, such as `model.layers.3`."""
     found = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
     return found[0] if found else ""
-
-
-def _compressed(
-    layer: QuantizedLayer,
-    qparams: Mapping[str, QParamsDict],
-    equalized: EqualizedParameters | None,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors that quantization of a layer adds to a checkpoint."""
-    state = {}
-    for slot in layer.slots:
-        state.update(_qparams_as_stored(layer, slot, qparams.get(slot.name, {})))
-    if layer.weight is not None and layer.scheme is not None:
-        compressor = BaseCompressor.get_value_from_registry(layer.scheme.format)
-        weight = layer.weight if equalized is None else equalized.of(layer.weight)
-        with torch.no_grad():
-            state = compressor.compress({"weight": weight.detach(), **state}, layer.scheme)
-    for name, tensor in state.items():
-        if not name.endswith("scale") or not tensor.is_floating_point():
-            continue
-        # A small scale can become zero in the dtype that stores it.
-        unusable = describe_unusable(name, tensor)
-        if unusable is not None:
-            raise StatisticsError(
-                f"{layer.name} cannot be stored: {unusable} as {tensor.dtype}. Ignore the module "
-                "in the recipe, or load the model in a wider dtype"
-            )
-    return {f"{layer.name}.{name}": tensor for name, tensor in state.items()}
-
-
-def _qparams_as_stored(
-    layer: QuantizedLayer, slot: Slot, found: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Return qparams under the names, and with the shapes and dtypes, that a loader expects."""
-    shell = nn.Module()
-    shell.register_parameter("here", nn.Parameter(torch.empty(0, device="meta")))
-    observed_shape = _observed_shape(layer, slot, found)
-    initialize_qparams(shell, slot.base_name, slot.args, observed_shape, layer.dtype)
-    stored = {}
-    for key in slot.needed_qparams:
-        name = f"{slot.base_name}_{key}"
-        expected = shell.get_parameter(name)
-        stored[name] = found[key].detach().to(expected.dtype).reshape(expected.shape)
-    return stored
-
-
-def _observed_shape(
-    layer: QuantizedLayer, slot: Slot, found: Mapping[str, Any]
-) -> tuple[int | None, ...]:
-    """Return the known dimensions of the observed value, aligned to the right."""
-    if layer.weight is None:  # (heads, tokens, size of a head), with a scale for each head or one
-        return (found["scale"].numel(), None, None)
-    rows, columns = layer.weight.shape
-    return {"weight": (rows, columns), "input": (columns,), "output": (rows,)}[slot.base_name]
-
-
-def _saved(model: Any, stack: ExpertStack) -> Iterator[tuple[str, str]]:
-    """Yield the names of experts in the model, and those that their weights have when saved.
-
-    :raises ConfigurationError: if transformers does not save one matrix for each
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    # Numbers in place of rows tell which part of the parameter is saved under which name.
-    experts, rows, _ = stack.parameter.shape
-    parts = len(stack.projections)
-    numbers = torch.arange(experts * parts).repeat_interleave(rows // parts)
-    # Of two columns: transformers drops a dimension of size one.
-    marked = numbers.reshape(experts, rows, 1).repeat(1, 1, 2)
-    saved = revert_weight_conversion(model, {stack.name: marked})
-    place = {int(tensor.flatten()[0]): name for name, tensor in saved.items() if tensor.dim() == 2}
-    if len(place) != len(stack.members):
-        raise ConfigurationError(
-            f"transformers saves {stack.name} as {', '.join(list(saved)[:3])}, not as a matrix for "
-            "each expert; ignore its experts in the recipe"
-        )
-    for number, name in enumerate(stack.members):
-        yield name, place[number].removesuffix(".weight")
-
-
-def _as_saved(
-    model: Any,
-    unquantized: dict[str, torch.Tensor],
-    quantized: dict[str, torch.Tensor],
-    experts: Mapping[str, str],
-) -> dict[str, torch.Tensor]:
-    """Return the tensors under the names, and in the form, that transformers saves.
-
-    :param experts: the names of experts that are saved as modules, by their names in the model
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    named, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for name, tensor in quantized.items():
-        module, _, part = name.rpartition(".")
-        if module in experts:
-            named[f"{experts[module]}.{part}"] = tensor
-        else:
-            others[name] = tensor
-    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, {**unquantized, **others})
-    saved = {**converted, **named}
-    kept = {id(tensor) for tensor in saved.values()}
-    changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]
-    if changed:
-        raise ConfigurationError(
-            f"saving would merge or split {', '.join(changed)}, which is impossible for quantized "
-            "tensors; ignore these modules in the recipe"
-        )
-    return saved
 
 
 def _write_configs(folder: Path, model: Any, keep_ties: bool) -> None:
@@ -348,7 +233,7 @@ def _warn_of_experts(plan: Plan, config: QuantizationConfig) -> None:
         )
 
 
-def _size(model: nn.Module) -> int:
+def size_of_model(model: nn.Module) -> int:
     """Return the bytes of a checkpoint of the model, counting tied tensors once."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -11,6 +11,7 @@ __all__ = [
     "LOADING",
     "QUANTIZATION",
     "SAVING",
+    "STREAMING",
     "Accept",
     "Accepted",
     "Debug",
@@ -25,15 +26,18 @@ __all__ = [
     "KvCache",
     "KvCacheOption",
     "Model",
+    "NoComparison",
     "NoReport",
     "ObserverFile",
     "ObserverOption",
+    "OffloadActivations",
     "Out",
     "Overwrite",
     "Quiet",
     "RecipeFile",
     "RemoteCode",
     "Scheme",
+    "Stream",
     "file_option",
 ]
 
@@ -43,6 +47,7 @@ QUANTIZATION = "What to quantize"
 DATA = "Data"
 LOADING = "Loading the model"
 SAVING = "Writing the result"
+STREAMING = "When it does not fit into memory"
 
 
 class Dtype(str, Enum):
@@ -203,6 +208,30 @@ Overwrite = Annotated[
 ]
 NoReport = Annotated[
     bool, typer.Option("--no-report", help="Write no report.", rich_help_panel=SAVING)
+]
+NoComparison = Annotated[
+    bool,
+    typer.Option(
+        "--no-comparison",
+        help="Hold no data out, and do not compare the model before and after.",
+        rich_help_panel=SAVING,
+    ),
+]
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream",
+        help="Read, run, quantize and write the model block by block, with one in memory.",
+        rich_help_panel=STREAMING,
+    ),
+]
+OffloadActivations = Annotated[
+    bool,
+    typer.Option(
+        "--offload-activations",
+        help="Keep what flows between blocks on disk alone.",
+        rich_help_panel=STREAMING,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

@@ -4,7 +4,7 @@ import functools
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,20 +26,23 @@ from inlay.cli.arguments import (
     KvCache,
     KvCacheOption,
     Model,
+    NoComparison,
     NoReport,
     ObserverFile,
     ObserverOption,
+    OffloadActivations,
     Out,
     Overwrite,
     Quiet,
     RecipeFile,
     RemoteCode,
     Scheme,
+    Stream,
     file_option,
 )
-from inlay.cli.outcome import show_result
+from inlay.cli.outcome import interrupted, show_result
 from inlay.cli.recipes import ObserverChoice, Wanted, run_observer_file
-from inlay.cli.terminal import calm_transformers, console, reported, reported_by_all, tell
+from inlay.cli.terminal import calm_transformers, console, reported, reported_by_all
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
 from inlay.ranks.identity import is_first
@@ -93,6 +96,9 @@ def calibrate(
             "--resume", help="Continue where an interrupted run stopped.", rich_help_panel=DATA
         ),
     ] = False,
+    stream: Stream = False,
+    offload_activations: OffloadActivations = False,
+    no_comparison: NoComparison = False,
     out: Out,
     accept: Accept = None,
     compiler: Annotated[
@@ -123,12 +129,33 @@ def calibrate(
     # Refuse data that cannot be read before loading the library and the model.
     first_row = None if data is None else next(read_rows(data), None)
     wanted.require_recipe()
+    settings: dict[str, Any] = {
+        "max_length": max_length,
+        "samples": samples,
+        "batch_size": batch_size,
+        "count_padding": count_padding,
+        "compiler": compiler,
+        "accept": _names(accept),
+        "resume": resume,
+        "progress": False if quiet else None,
+    }
+    if no_comparison:
+        settings["held_out"] = 0
+    calm_transformers(quiet)
+    if stream:
+        from inlay.cli.streaming import run_streamed
+
+        settings |= {"offload_activations": offload_activations, "overwrite": overwrite}
+        settings |= {"report": not no_report, "out": out}
+        run_streamed(model, wanted, data, dtype.value, source, settings, quiet=quiet)
+        return
+    if offload_activations:
+        raise typer.BadParameter("needs --stream", param_hint="--offload-activations")
     from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
     from inlay.workflow.run import calibrate as calibrate_model
 
     # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
     is_text = first_row is not None and first_row.kind != "input_ids"
-    calm_transformers(quiet)
     loaded = load_model(model, dtype=dtype.value, **source)
     statistics = _statistics_folder(out)
     try:
@@ -137,19 +164,12 @@ def calibrate(
             wanted.recipe_for(loaded),
             data,
             tokenizer=(load_tokenizer if is_text else find_tokenizer)(model, **source),
-            max_length=max_length,
-            samples=samples,
-            batch_size=batch_size,
-            count_padding=count_padding,
-            compiler=compiler,
-            accept=_names(accept),
             statistics=statistics,
-            resume=resume,
-            progress=False if quiet else None,
+            **settings,
         )
         run.save(out, overwrite=overwrite, report=not no_report)
     except KeyboardInterrupt:
-        _interrupted(statistics)
+        interrupted(statistics, "statistics")
     if is_first():
         shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint holds them now
     if is_first() and not quiet:
@@ -365,16 +385,6 @@ def _statistics_folder(out: Path) -> Path:
     """Return the folder beside `out` that keeps the statistics while a run goes on."""
     place = Path(os.path.abspath(out)) if out.name in ("", "..") else out
     return place.with_name(f"{place.name}.statistics")
-
-
-def _interrupted(statistics: Path) -> NoReturn:
-    if not is_first():
-        pass
-    elif statistics.exists():
-        tell(f"interrupted; {statistics} holds the statistics so far: continue with --resume")
-    else:
-        tell("interrupted before any statistics were saved; nothing was written")
-    raise typer.Exit(130)
 
 
 def _names(accept: list[Accepted] | None) -> tuple[str, ...]:

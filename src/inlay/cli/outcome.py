@@ -1,15 +1,16 @@
 """The result of a run in a few lines."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from inlay.cli.terminal import console
 
 if TYPE_CHECKING:
     from inlay.report import ReportData
+    from inlay.streaming.stream import Streamed
     from inlay.workflow.calibration_run import Run
 
-__all__ = ["report_data", "show_result"]
+__all__ = ["interrupted", "report_data", "show_result"]
 
 
 def report_data(folder: Path) -> "ReportData | None":
@@ -20,7 +21,25 @@ def report_data(folder: Path) -> "ReportData | None":
     return ReportData.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def show_result(run: "Run", out: Path) -> None:
+def interrupted(folder: Path, what: str) -> NoReturn:
+    """Say how a run that the user stopped can go on, and end.
+
+    :param folder: keeps what the run has done so far
+    :param what: the content of that folder
+    """
+    import typer
+
+    from inlay.cli.terminal import tell
+    from inlay.ranks.identity import is_first
+
+    if is_first() and folder.exists():
+        tell(f"interrupted; {folder} holds the {what} so far: continue with --resume")
+    elif is_first():
+        tell(f"interrupted before any {what} were saved; nothing was written")
+    raise typer.Exit(130)
+
+
+def show_result(run: "Run | Streamed", out: Path) -> None:
     """Print where a run was saved, how long its stages took, and how the output changed."""
     from rich.table import Table
 
@@ -30,7 +49,7 @@ def show_result(run: "Run", out: Path) -> None:
     console().print(grid)
 
 
-def _facts(run: "Run", out: Path) -> dict[str, str]:
+def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
     from inlay.report.numbers import count, duration, number, size
 
     facts = {"checkpoint": str(out)}
@@ -43,6 +62,9 @@ def _facts(run: "Run", out: Path) -> dict[str, str]:
     padding = f" and {count(record.padding_tokens)} of padding" if record.padding_tokens else ""
     facts["tokens"] = f"{count(record.tokens)}{padding}, {count(record.samples)} samples"
     facts["time"] = ", ".join(f"{name} {duration(took)}" for name, took in record.stages)
+    peak = getattr(run, "peak_memory", None)
+    if peak is not None:
+        facts["memory"] = f"{size(peak)} at its peak"
     for change in data.changes if data is not None else ():
         values = [change.before, change.after] if change.value is None else [change.value]
         facts[change.name] = " → ".join(map(number, values))

@@ -19,12 +19,20 @@ from inlay.nodes.compare_layer import counted_rows
 from inlay.progress import watched
 from inlay.report.data import Change, Finding, LayerError
 
-__all__ = ["Batch", "Comparison", "compare"]
+__all__ = [
+    "LAYER_BATCHES",
+    "Batch",
+    "Comparison",
+    "Outputs",
+    "compare",
+    "counted_positions",
+    "prepared",
+]
 
 Batch = Mapping[str, Any] | Sequence[Any]
 
 # Layers are compared on so many batches: their error hardly varies, and takes as long again.
-_LAYER_BATCHES = 4
+LAYER_BATCHES = 4
 # Fields of an output that are compared, in this order, if it has no logits.
 _VECTORS = ("last_hidden_state", "sentence_embedding", "pooler_output", "image_embeds")
 
@@ -53,14 +61,13 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
     :param batches: held-out batches: keyword arguments of the model, or tuples of positional ones
     """
     _require_finalized(model, calibration)
-    varying = varying_sizes(batches)
-    batches = [_without_cache(model, on_device_of(model, b, varying)) for b in batches]
+    batches = prepared(model, batches)
     with _evaluating(model), calibration.rerun() as rerun:
-        outputs = _Outputs(model)
+        outputs = Outputs(model)
         shown = watched(batches, "comparing", show=calibration.show_progress)
         for index, batch in enumerate(shown):
-            rerun.bindings.batch.mask = _counted(_named(model, batch))
-            compares = index < _LAYER_BATCHES
+            rerun.bindings.batch.mask = counted_positions(model, batch)
+            compares = index < LAYER_BATCHES
             plain = rerun.comparing_layers(batch) if compares else _plain(model, batch)
             outputs.add(batch, plain, rerun.quantized(batch))
         layers = layer_errors(model, rerun.bindings)
@@ -70,6 +77,12 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
         layers=layers,
         findings=tuple(outputs.findings()),
     )
+
+
+def prepared(model: nn.Module, batches: Sequence[Batch]) -> list[Batch]:
+    """Return batches as the model takes them: on its device, and told to keep no cache."""
+    varying = varying_sizes(batches)
+    return [_without_cache(model, on_device_of(model, b, varying)) for b in batches]
 
 
 def _require_finalized(model: nn.Module, calibration: Calibration) -> None:
@@ -115,15 +128,15 @@ def _named(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
     return inspect.signature(model.forward).bind_partial(*batch).arguments
 
 
-def _counted(batch: Mapping[str, Any]) -> torch.Tensor | None:
+def counted_positions(model: nn.Module, batch: Batch) -> torch.Tensor | None:
     """Return a mask of the positions that are not padding, or None if the batch has no mask."""
-    mask = batch.get("attention_mask")
+    mask = _named(model, batch).get("attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return None
     return mask.bool()
 
 
-class _Outputs:
+class Outputs:
     """A comparison of the outputs of a model, whatever their form."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -143,12 +156,12 @@ class _Outputs:
         elif _are_choices(name, old, vocabulary):
             self._add_choices(named, old, new)
         else:
-            self._add_vectors(name, _counted(named), old, new)
+            self._add_vectors(name, counted_positions(self._model, named), old, new)
 
     def _add_choices(
         self, batch: Mapping[str, Any], before: torch.Tensor, after: torch.Tensor
     ) -> None:
-        counted = _counted(batch)
+        counted = counted_positions(self._model, batch)
         rows = counted_rows(before, counted)
         labels = None
         ids = batch.get("input_ids")

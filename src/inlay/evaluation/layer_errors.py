@@ -1,18 +1,21 @@
 """The signal of each layer over its quantization error."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from inlay.calibration.bindings import Bindings
-from inlay.recipe import Slot
+from inlay.nodes.quantize import fold_weight
+from inlay.observers import QParamsDict
+from inlay.recipe import Plan, Slot
 from inlay.report.data import LayerError
 
-__all__ = ["Noise", "layer_errors"]
+__all__ = ["Noise", "layer_errors", "weight_errors"]
 
 _WEIGHTED = ("weight", "input")
+_AT_ONCE = 1 << 20  # values
 
 
 class Noise:
@@ -24,9 +27,13 @@ class Noise:
         self.is_empty = True
 
     def add(self, exact: torch.Tensor, quantized: torch.Tensor) -> "Noise":
-        exact = exact.float()
-        self.signal += _power(exact)
-        self.error += _power(quantized.float() - exact)
+        # Part by part: in float32, and with their difference, large weights would be many times
+        # as large.
+        rows = max(1, _AT_ONCE * len(exact) // max(1, exact.numel())) if exact.dim() else 1
+        for one, other in zip(_split(exact, rows), _split(quantized, rows), strict=True):
+            one = one.float()
+            self.signal += _power(one)
+            self.error += _power(other.float() - one)
         self.is_empty = False
         return self
 
@@ -47,7 +54,9 @@ class Noise:
         return 10 * math.log10(self.signal / self.error) if self.signal else -math.inf
 
 
-def layer_errors(model: nn.Module, bindings: Bindings) -> tuple[LayerError, ...]:
+def layer_errors(
+    model: nn.Module, bindings: Bindings, plan: Plan | None = None
+) -> tuple[LayerError, ...]:
     """Compute the SQNR of quantized Linear and Embedding modules, in the order of the model.
 
     Each layer is judged alone: it gets what the plain model feeds it, with weight and input
@@ -55,7 +64,9 @@ def layer_errors(model: nn.Module, bindings: Bindings) -> tuple[LayerError, ...]
     weight only.
 
     :param bindings: holds what the pass CompareLayers summed up
+    :param plan: a part of the plan whose weights are in memory; by default all of it
     """
+    plan = plan or bindings.statistics.plan
     return tuple(
         LayerError(
             module=name,
@@ -63,8 +74,30 @@ def layer_errors(model: nn.Module, bindings: Bindings) -> tuple[LayerError, ...]
             weight_sqnr_db=_weight(bindings, slots).decibels,
             input_sqnr_db=_input(bindings, name, slots).decibels,
         )
-        for name in bindings.statistics.plan.modules_of(model)
-        if (slots := _quantized_slots(bindings, name))
+        for name in plan.modules_of(model)
+        if (slots := _quantized_slots(bindings, plan, name))
+    )
+
+
+def weight_errors(
+    plan: Plan, qparams: Mapping[str, QParamsDict], weight_of: Callable[[Slot], torch.Tensor]
+) -> tuple[LayerError, ...]:
+    """Compute the SQNR of quantized weights alone, as `layer_errors` does where no data ran.
+
+    :param plan: a plan, or a part of it whose weights are in memory
+    :param weight_of: gives the weight of a weight slot
+    """
+    found: dict[str, Noise] = {}
+    for slot in plan.slots.values():
+        if slot.base_name not in _WEIGHTED or not slot.is_quantized(qparams):
+            continue
+        known = found.setdefault(slot.module, Noise())
+        if slot.is_weight:
+            weight = weight_of(slot).detach()
+            known.add(weight, fold_weight(weight, slot.args, qparams[slot.name]))
+    return tuple(
+        LayerError(module=module, sqnr_db=None, weight_sqnr_db=noise.decibels)
+        for module, noise in found.items()
     )
 
 
@@ -90,15 +123,19 @@ def _weight(bindings: Bindings, slots: Mapping[str, Slot]) -> Noise:
     return Noise().add(weight, folded)
 
 
-def _quantized_slots(bindings: Bindings, module: str) -> dict[str, Slot]:
+def _quantized_slots(bindings: Bindings, plan: Plan, module: str) -> dict[str, Slot]:
     """Slots of weight and input that the finalized model quantizes."""
     statistics = bindings.statistics
     assert statistics.qparams is not None
     return {
         base_name: slot
-        for base_name, slot in statistics.plan.of_module(module).items()
+        for base_name, slot in plan.of_module(module).items()
         if base_name in _WEIGHTED and slot.is_quantized(statistics.qparams)
     }
+
+
+def _split(values: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    return torch.split(values, rows) if values.dim() else (values,)
 
 
 def _power(values: torch.Tensor) -> float:

@@ -2,7 +2,8 @@
 
 import math
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, cast
@@ -32,7 +33,7 @@ from inlay.report.data import (
 from inlay.run_record import Record, model_name
 from inlay.statistics.by_slot import StatisticsBySlot
 
-__all__ = ["report_of"]
+__all__ = ["report_of", "slot_records"]
 
 _PACKAGES = ("torch", "compressed-tensors", "transformers")
 _BINS = 256
@@ -50,16 +51,21 @@ def report_of(
     *,
     record: Record | None = None,
     sizes: tuple[int, int] | None = None,
+    slots: tuple[SlotRecord, ...] | None = None,
 ) -> ReportData:
     """Collect the data of a finalized calibration's report.
 
     :param comparison: the comparison with the model before, if there was one
     :param record: facts about the run
     :param sizes: bytes of the model before and after; estimated if not given
+    :param slots: the records of all slots, if they were made while the weights were at hand
     """
     statistics, model = calibration.statistics, calibration.model
     layers = () if comparison is None else comparison.layers
-    slots = _SlotRecords(calibration, layers).all()
+    assert statistics.qparams is not None
+    if slots is None:
+        slots = slot_records(calibration, statistics.plan, statistics.qparams)
+    slots = _with_errors(slots, layers)
     scheme = scheme_in_words(calibration.recipe.config)
     record = record or Record(model=model_name(model), data="")
     before, after = sizes or _estimated_sizes(model, statistics)
@@ -153,18 +159,41 @@ def _about_comparison(comparison: Comparison | None) -> Iterable[Finding]:
         yield Finding(severity="warning", text=text)
 
 
-class _SlotRecords:
-    """A maker of the records of all slots."""
+def slot_records(
+    calibration: Calibration, plan: Plan, qparams: Mapping[str, QParamsDict]
+) -> tuple[SlotRecord, ...]:
+    """Make the records of the slots of a plan, or of a part of it, in the order of depth.
 
-    def __init__(self, calibration: Calibration, layers: Iterable[LayerError]) -> None:
+    :param plan: the plan of the calibration, or a part of it whose weights are in memory
+    """
+    return _SlotRecords(calibration, plan, qparams).all()
+
+
+def _with_errors(
+    slots: tuple[SlotRecord, ...], layers: Iterable[LayerError]
+) -> tuple[SlotRecord, ...]:
+    """Add the errors of layers to the records of their slots."""
+    found = {}
+    for layer in layers:
+        found[f"{layer.module}.weight"] = layer.weight_sqnr_db
+        found[f"{layer.module}.input"] = layer.input_sqnr_db
+    return tuple(replace(slot, sqnr_db=found.get(slot.name)) for slot in slots)
+
+
+class _SlotRecords:
+    """A maker of the records of slots."""
+
+    def __init__(
+        self, calibration: Calibration, plan: Plan, qparams: Mapping[str, QParamsDict]
+    ) -> None:
         statistics = self._statistics = calibration.statistics
+        self._qparams = qparams
         self._equalized = calibration.equalization.parameters
         self._modules = statistics.plan.modules_of(calibration.model)
         places = {name: place for place, name in enumerate(self._modules)}
-        self._slots = sorted(statistics.plan.slots.values(), key=lambda s: places[s.module])
-        share = _BINS_IN_ALL // max(1, len(self._slots))
+        self._slots = sorted(plan.slots.values(), key=lambda s: places[s.module])
+        share = _BINS_IN_ALL // max(1, len(statistics.plan.slots))
         self._bins = max(_FEWEST_BINS, min(_BINS, share))
-        self._layers = {layer.module: layer for layer in layers}
         # Slots that share their statistics share one range and one picture.
         self._known: dict[str, dict[str, Any]] = {}
 
@@ -172,14 +201,13 @@ class _SlotRecords:
         return tuple(self._record(slot) for slot in self._slots)
 
     def _record(self, slot: Slot) -> SlotRecord:
-        assert self._statistics.qparams is not None
-        qparams = self._statistics.qparams.get(slot.name)
+        qparams = self._qparams.get(slot.name)
         scales = _scales(slot, qparams)
         clip = _clip(slot, qparams)
         is_weight = slot.base_name == "weight"
         found = self._of_weight(slot, clip) if is_weight else self._of_activation(slot, clip)
         words = format_in_words(slot.args, slot.base_name)
-        if not _is_quantized(self._statistics, slot):
+        if not slot.is_quantized(self._qparams):
             words += ", left in full precision"
         return SlotRecord(
             name=slot.name,
@@ -191,7 +219,6 @@ class _SlotRecords:
             scale_min=None if scales is None else float(scales.min()),
             scale_max=None if scales is None else float(scales.max()),
             tokens=self._tokens(slot),
-            sqnr_db=self._sqnr(slot),
             **found,
         )
 
@@ -226,13 +253,6 @@ class _SlotRecords:
         if slot.base_name == "weight" or not slot.is_observed:
             return None
         return self._statistics.tokens(slot)
-
-    def _sqnr(self, slot: Slot) -> float | None:
-        layer = self._layers.get(slot.module)
-        if layer is None:
-            return None
-        known = {"weight": layer.weight_sqnr_db, "input": layer.input_sqnr_db}
-        return known.get(slot.base_name)
 
 
 def _is_quantized(statistics: StatisticsBySlot, slot: Slot) -> bool:

@@ -1,7 +1,8 @@
 """A recipe applied to a model: its slots, found by module and by weight."""
 
+import copy
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
@@ -104,6 +105,22 @@ class Plan:
             self._owners[stack.parameter] = [stack.name]
             for base_name, args in given:
                 self._stacked[f"{stack.name}.{base_name}"] = Slot(stack.name, base_name, args)
+
+    def part(self, belongs: Callable[[str], bool]) -> "Plan":
+        """Return the same plan with the slots of some modules alone.
+
+        :param belongs: tells by name whether a module is one of them
+        """
+        part = copy.copy(self)
+        part.slots = {name: slot for name, slot in self.slots.items() if belongs(slot.module)}
+        part.stacks = {name: stack for name, stack in self.stacks.items() if belongs(stack.experts)}
+        return part
+
+    def renew_experts(self) -> None:
+        """Take the weights of experts from their parameters again, which have other data now."""
+        for stack in self.stacks.values():
+            for name, weight in stack.parts_of(stack.parameter).items():
+                self.experts[name].weight.data = weight
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return all modules by name, and each expert as a module of its own."""

@@ -162,6 +162,8 @@ class ReportData:
     :param slots: slots in the order of depth
     :param equalized: values that were equalized, if the recipe asks for that
     :param unequalized: inputs that could not be
+    :param peak_memory: bytes of memory that no file backs, at their peak, if that was measured
+    :param tokens_per_second: tokens over the time of the run without comparing, if it was streamed
     """
 
     title: str
@@ -184,6 +186,8 @@ class ReportData:
     findings: tuple[Finding, ...] = ()
     equalized: tuple[EqualizedValue, ...] = ()
     unequalized: tuple[UnequalizedValue, ...] = ()
+    peak_memory: int | None = None
+    tokens_per_second: float | None = None
 
     def to_json(self) -> str:
         """Return strict JSON: words stand for numbers that JSON lacks."""

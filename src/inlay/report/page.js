@@ -86,16 +86,19 @@ function dataCard(report) {
   );
 }
 
-function timeCard(stages) {
+function timeCard({ stages, peak_memory: peak, tokens_per_second: rate }) {
   const seconds = stages.map((stage) => numeric(stage.seconds));
   const total = seconds.reduce((sum, value) => sum + value, 0);
   const longest = seconds.indexOf(Math.max(...seconds));
+  const facts = [
+    longest === -1 ? "" : `longest: ${stages[longest].name}, ${formatDuration(seconds[longest])}`,
+    rate ? `${formatCount(Math.round(rate))} tokens per second` : "",
+    peak ? `${formatSize(peak)} of memory at its peak` : "",
+  ];
   return card(
     "Time",
     stages.length ? formatDuration(total) : MISSING,
-    longest === -1
-      ? ""
-      : `longest: ${stages[longest].name}, ${formatDuration(seconds[longest])}`,
+    facts.filter(Boolean).join("; "),
   );
 }
 
@@ -120,7 +123,7 @@ function fillSummary(report) {
     sizeCard(report),
     changeCard(report.changes),
     dataCard(report),
-    timeCard(report.stages),
+    timeCard(report),
   );
 }
 

@@ -91,6 +91,10 @@ def _summary(data: ReportData) -> str:
         "Time": "; ".join([duration(seconds), *data.tiers]),
         "Created": data.created,
     }
+    if data.peak_memory is not None:
+        facts["Memory"] = f"{size(data.peak_memory)} at its peak"
+    if data.tokens_per_second is not None:
+        facts["Throughput"] = f"{count(round(data.tokens_per_second))} tokens per second"
     if data.equalized or data.unequalized:
         facts["Equalized"] = _equalized_line(data)
     terms = "".join(f"<dt>{name}</dt><dd>{_escaped(text)}</dd>" for name, text in facts.items())

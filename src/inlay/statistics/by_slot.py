@@ -136,11 +136,14 @@ class StatisticsBySlot:
         observer.slot = slot.name
         return observer
 
-    def snapshot(self) -> dict[str, Statistics]:
-        """The statistics of all slots that have seen anything, as values that stay."""
+    def snapshot(self, plan: Plan | None = None) -> dict[str, Statistics]:
+        """The statistics of all slots that have seen anything, as values that stay.
+
+        :param plan: a part of the plan, for the slots of that part alone
+        """
         copies: dict[int, Statistics] = {}  # slots that share statistics share the copy
         found = {}
-        for slot in self._gathering():
+        for slot in self._gathering(plan):
             known = self.gathered(slot)
             if known is not None and not known.is_empty:
                 found[slot.name] = copies.setdefault(id(known), known.current())
@@ -219,10 +222,11 @@ class StatisticsBySlot:
         known = tuple(slot.name in self.qparams for slot in self.plan.slots_at(module))
         return (*self.plan.signature(module), *known)
 
-    def _gathering(self) -> Iterable[Slot]:
-        yield from self.plan.activation_slots()
-        yield from self.plan.importance_slots()
-        yield from self.plan.channel_slots()
+    def _gathering(self, plan: Plan | None = None) -> Iterable[Slot]:
+        plan = plan or self.plan
+        yield from plan.activation_slots()
+        yield from plan.importance_slots()
+        yield from plan.channel_slots()
 
 
 def _require_same_kind(known: Statistics, rule: Rule, specs: Sequence[TensorSpec] | None) -> None:

@@ -9,11 +9,11 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer, QParamsDict, fusion_problem, has_global_scale
 from inlay.progress import watched
 from inlay.ranges.args import key_of
-from inlay.recipe import Slot
+from inlay.recipe import Plan, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.coverage import fill_experts, require_coverage
 
-__all__ = ["ACCEPTABLE", "finalize", "known_words"]
+__all__ = ["ACCEPTABLE", "finalize", "known_words", "qparams_of"]
 
 # What `finalize` refuses, and accepts if asked to.
 ACCEPTABLE = {
@@ -67,7 +67,9 @@ def finalize(
             fill_experts(statistics)
             if before is not None:
                 before()
-            found = _Finalization(statistics, weight_of, accepted, progress).qparams()
+            found = qparams_of(
+                statistics, statistics.plan, weight_of, accept=accepted, progress=progress
+            )
         except Exception:
             statistics.forget_ranks()  # to be merged anew when it is asked again
             raise
@@ -75,15 +77,31 @@ def finalize(
     return statistics.qparams
 
 
+def qparams_of(
+    statistics: StatisticsBySlot,
+    plan: Plan,
+    weight_of: WeightOf,
+    *,
+    accept: Collection[str] = (),
+    progress: bool | None = None,
+) -> dict[str, QParamsDict]:
+    """Compute the qparams of a plan, or of a part of it, and keep nothing.
+
+    :param plan: the plan of the statistics, or a part of it
+    """
+    return _Finalization(statistics, plan, weight_of, known_words(accept), progress).qparams()
+
+
 class _Finalization:
     def __init__(
         self,
         statistics: StatisticsBySlot,
+        plan: Plan,
         weight_of: WeightOf,
         accept: frozenset[str],
         progress: bool | None,
     ) -> None:
-        self.statistics, self.plan = statistics, statistics.plan
+        self.statistics, self.plan = statistics, plan
         self.weight_of, self.accept, self.progress = weight_of, accept, progress
         self._fused: list[list[str]] = []  # weights that share a global scale
 

@@ -24,7 +24,7 @@ from inlay.statistics.on_disk import StoredStatistics
 from inlay.workflow.calibration_run import Run
 from inlay.workflow.keeping import Keeper
 
-__all__ = ["calibrate", "requantize"]
+__all__ = ["calibrate", "read_batches", "requantize", "seen_with"]
 
 _SEARCHING = "searching ranges"
 
@@ -72,20 +72,14 @@ def calibrate(
     require_full_precision(getattr(model, "config", None), name)
     stages = Stages()
     with stages("reading data"):
-        part = Part.own()
-        batches = (
-            Batches(source="no data", calibration=[], held_out=[], samples=0, part=part)
-            if data is None
-            else batches_of(
-                data,
-                tokenizer=tokenizer,
-                max_length=max_length,
-                samples=samples,
-                batch_size=batch_size,
-                held_out=held_out,
-                vocabulary=_vocabulary(model),
-                part=part,
-            )
+        batches = read_batches(
+            model,
+            data,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            samples=samples,
+            batch_size=batch_size,
+            held_out=held_out,
         )
     keeper = Keeper(None if statistics is None else Path(statistics), name, recipe, batches)
     run = keeper.begin(
@@ -107,6 +101,23 @@ def calibrate(
     run.data += _divided(batches, run.data_parts)
     keeper.finish(run)
     return run
+
+
+def read_batches(model: nn.Module, data: Any, **options: Any) -> Batches:
+    """Read this process's part of the data for a model; None stands for no data.
+
+    :param options: those of `batches_of`
+    """
+    part = Part.own()
+    if data is None:
+        return Batches(source="no data", calibration=[], held_out=[], samples=0, part=part)
+    return batches_of(data, vocabulary=_vocabulary(model), part=part, **options)
+
+
+def seen_with(seen: DataSeen, batch: Any) -> DataSeen:
+    """Add a batch to the data that was seen."""
+    tokens, padding = count_tokens(batch)
+    return seen.after(samples=_rows(batch), tokens=tokens, padding=padding)
 
 
 @together()
@@ -160,9 +171,7 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
             if padding and not count_padding and checked < len(run.graphs):
                 run.require_padding_left_out()
                 checked = len(run.graphs)
-            run.data_seen = run.data_seen.after(
-                samples=_rows(batch), tokens=tokens, padding=padding
-            )
+            run.data_seen = seen_with(run.data_seen, batch)
             bar.advance(tokens, run.tier)
             keeper.note(run, number, batch)
     keeper.require_all_met()

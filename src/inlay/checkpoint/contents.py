@@ -1,0 +1,214 @@
+"""What a checkpoint holds: compressed layers, and the tensors that stay as they are."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
+from torch import nn
+
+from inlay.checkpoint.gate import describe_unusable
+from inlay.checkpoint.layers import QuantizedLayer
+from inlay.equalization.parameters import EqualizedParameters
+from inlay.errors import ConfigurationError, StatisticsError
+from inlay.observers import QParamsDict
+from inlay.recipe import Slot
+from inlay.recipe.experts import ExpertStack
+
+__all__ = ["Contents", "compressed_layer", "shares_quantized_weight", "unquantized_state"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Contents:
+    """What a checkpoint holds, whether it is written at once or block by block.
+
+    :param keep_ties: whether tied weights are written once
+    :param unquantized: the tensors to write unchanged, under the model's own names
+    :param experts: the names of experts that are saved as modules, by their names in the model
+    """
+
+    model: nn.Module
+    keep_ties: bool
+    unquantized: Mapping[str, torch.Tensor]
+    experts: Mapping[str, str]
+    equalized: EqualizedParameters | None
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        layers: Sequence[QuantizedLayer],
+        stacks: Iterable[ExpertStack],
+        equalized: EqualizedParameters | None,
+    ) -> "Contents":
+        keep_ties = not shares_quantized_weight(model, layers)
+        state = unquantized_state(model, layers, keep_ties)
+        names: dict[str, str] = {}
+        for stack in stacks:
+            state.pop(stack.name)
+            names.update(_saved(model, stack))
+        return cls(
+            model=model, keep_ties=keep_ties, unquantized=state, experts=names, equalized=equalized
+        )
+
+    def tensors(
+        self,
+        unquantized: Mapping[str, torch.Tensor],
+        layers: Iterable[QuantizedLayer],
+        qparams: Mapping[str, QParamsDict],
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of one block as they are written."""
+        # Compressed here, not kept in the block, so that it is freed once it is written.
+        quantized = {}
+        for layer in layers:
+            quantized.update(compressed_layer(layer, qparams, self.equalized))
+        return self.as_saved(unquantized, quantized)
+
+    def as_saved(
+        self, unquantized: Mapping[str, torch.Tensor], quantized: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of one block as they are written, given the compressed ones."""
+        plain = dict(unquantized)
+        if self.equalized is not None:
+            own = dict(self.model.named_parameters(remove_duplicate=False))
+            changed = (name for name in plain if self.equalized.is_changed(own.get(name)))
+            plain.update({name: self.equalized.of(own[name]) for name in changed})
+        return _as_saved(self.model, plain, quantized, self.experts)
+
+
+def shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:
+    """Return whether a quantized weight is tied to another.
+
+    A loader ties a single tensor; a quantized weight is several tensors of another type.
+    """
+    owners: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    weights = (getattr(layer.module, "weight", None) for layer in layers)
+    return any(owners.get(id(weight), 0) > 1 for weight in weights if weight is not None)
+
+
+def unquantized_state(
+    model: Any, layers: Iterable[QuantizedLayer], keep_ties: bool
+) -> dict[str, torch.Tensor]:
+    """Return the tensors to write unchanged, under the model's own names, without copying."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    state: dict[str, torch.Tensor] = model.state_dict()
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    if keep_ties:
+        state = remove_tied_weights_from_state_dict(state, model)
+    for layer in layers:
+        state.pop(f"{layer.name}.weight", None)
+    return state
+
+
+def compressed_layer(
+    layer: QuantizedLayer,
+    qparams: Mapping[str, QParamsDict],
+    equalized: EqualizedParameters | None,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that quantization of a layer adds to a checkpoint."""
+    state = {}
+    for slot in layer.slots:
+        state.update(_qparams_as_stored(layer, slot, qparams.get(slot.name, {})))
+    if layer.weight is not None and layer.scheme is not None:
+        compressor = BaseCompressor.get_value_from_registry(layer.scheme.format)
+        weight = layer.weight if equalized is None else equalized.of(layer.weight)
+        with torch.no_grad():
+            state = compressor.compress({"weight": weight.detach(), **state}, layer.scheme)
+    for name, tensor in state.items():
+        if not name.endswith("scale") or not tensor.is_floating_point():
+            continue
+        # A small scale can become zero in the dtype that stores it.
+        unusable = describe_unusable(name, tensor)
+        if unusable is not None:
+            raise StatisticsError(
+                f"{layer.name} cannot be stored: {unusable} as {tensor.dtype}. Ignore the module "
+                "in the recipe, or load the model in a wider dtype"
+            )
+    return {f"{layer.name}.{name}": tensor for name, tensor in state.items()}
+
+
+def _qparams_as_stored(
+    layer: QuantizedLayer, slot: Slot, found: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return qparams under the names, and with the shapes and dtypes, that a loader expects."""
+    shell = nn.Module()
+    shell.register_parameter("here", nn.Parameter(torch.empty(0, device="meta")))
+    observed_shape = _observed_shape(layer, slot, found)
+    initialize_qparams(shell, slot.base_name, slot.args, observed_shape, layer.dtype)
+    stored = {}
+    for key in slot.needed_qparams:
+        name = f"{slot.base_name}_{key}"
+        expected = shell.get_parameter(name)
+        stored[name] = found[key].detach().to(expected.dtype).reshape(expected.shape)
+    return stored
+
+
+def _observed_shape(
+    layer: QuantizedLayer, slot: Slot, found: Mapping[str, Any]
+) -> tuple[int | None, ...]:
+    """Return the known dimensions of the observed value, aligned to the right."""
+    if layer.weight is None:  # (heads, tokens, size of a head), with a scale for each head or one
+        return (found["scale"].numel(), None, None)
+    rows, columns = layer.weight.shape
+    return {"weight": (rows, columns), "input": (columns,), "output": (rows,)}[slot.base_name]
+
+
+def _saved(model: Any, stack: ExpertStack) -> Iterator[tuple[str, str]]:
+    """Yield the names of experts in the model, and those that their weights have when saved.
+
+    :raises ConfigurationError: if transformers does not save one matrix for each
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # Numbers in place of rows tell which part of the parameter is saved under which name.
+    experts, rows, _ = stack.parameter.shape
+    parts = len(stack.projections)
+    numbers = torch.arange(experts * parts).repeat_interleave(rows // parts)
+    # Of two columns: transformers drops a dimension of size one.
+    marked = numbers.reshape(experts, rows, 1).repeat(1, 1, 2)
+    saved = revert_weight_conversion(model, {stack.name: marked})
+    place = {int(tensor.flatten()[0]): name for name, tensor in saved.items() if tensor.dim() == 2}
+    if len(place) != len(stack.members):
+        raise ConfigurationError(
+            f"transformers saves {stack.name} as {', '.join(list(saved)[:3])}, not as a matrix for "
+            "each expert; ignore its experts in the recipe"
+        )
+    for number, name in enumerate(stack.members):
+        yield name, place[number].removesuffix(".weight")
+
+
+def _as_saved(
+    model: Any,
+    unquantized: dict[str, torch.Tensor],
+    quantized: dict[str, torch.Tensor],
+    experts: Mapping[str, str],
+) -> dict[str, torch.Tensor]:
+    """Return the tensors under the names, and in the form, that transformers saves.
+
+    :param experts: the names of experts that are saved as modules, by their names in the model
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    named, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in quantized.items():
+        module, _, part = name.rpartition(".")
+        if module in experts:
+            named[f"{experts[module]}.{part}"] = tensor
+        else:
+            others[name] = tensor
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, {**unquantized, **others})
+    saved = {**converted, **named}
+    kept = {id(tensor) for tensor in saved.values()}
+    changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]
+    if changed:
+        raise ConfigurationError(
+            f"saving would merge or split {', '.join(changed)}, which is impossible for quantized "
+            "tensors; ignore these modules in the recipe"
+        )
+    return saved

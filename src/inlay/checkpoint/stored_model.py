@@ -1,0 +1,311 @@
+"""A model whose weights stay on disk, and come into memory by name, a part at a time."""
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from inlay.checkpoint.loading import (
+    class_of,
+    dtype_named,
+    require_all_weights,
+    require_full_precision,
+)
+from inlay.checkpoint.source import Source
+from inlay.checkpoint.weight_files import WeightFiles
+from inlay.errors import CheckpointError
+
+__all__ = ["StoredModel"]
+
+
+class StoredModel:
+    """A model as `load_model` gives it, with parameters that have data only while they are loaded.
+
+    Parameters stay the same objects all the time: what knows them by identity, or was traced with
+    them, need not know whether they are loaded.
+
+    :param model: the model; its buffers are in memory
+    :param source: where it comes from, and what may be done to load it
+    """
+
+    def __init__(self, model: nn.Module, files: WeightFiles, loading: Any, source: Source) -> None:
+        self.model, self.files, self._loading = model, files, loading
+        self.source = source
+        self.reads: dict[str, int] = defaultdict(int)  # how often each stored tensor was read
+        self._sources = _sources_by_target(model, files, loading)
+        self._tie_equal_weights()
+        self._parameters = _with_own_parameters(model)
+        first = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._names = {
+            name: first[id(parameter)]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        self.loaded: set[str] = set()
+        persistent = [name for name in self._sources if name not in self._names]
+        self._read(persistent, mapped=False)  # buffers: small, and needed in several places
+
+    @classmethod
+    def open(
+        cls,
+        path_or_name: str | os.PathLike[str],
+        *,
+        dtype: str | torch.dtype = "auto",
+        trust_remote_code: bool = False,
+        download: bool = False,
+    ) -> "StoredModel":
+        """Find the files of a model and build it without weights; read headers alone.
+
+        :param path_or_name: a folder, or a name on the hub whose files are in the local cache
+        :param dtype: dtype of the weights; by default the stored one
+        :raises CheckpointError: if a file is missing, damaged, or not of this model
+        """
+        source = Source.of(path_or_name, trust_remote_code, None, download)
+        chosen = dtype_named(dtype)
+        config = source.config()
+        require_full_precision(config, source.place)
+        source.require_safetensors()
+        files = WeightFiles(_folder_of(source))
+        model, loading = source.read(lambda: _built(config, source, files, chosen))
+        return cls(model, files, loading, source)
+
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        """The names of parameters; of a tied one, the first that it has."""
+        wanted = {id(parameter) for parameter in parameters}
+        return [name for name, own in self._parameters.items() if id(own) in wanted]
+
+    def size_of(self, names: Iterable[str]) -> int:
+        """Bytes of parameters in memory, once they are loaded."""
+        return sum(self._parameters[n].numel() * self._parameters[n].element_size() for n in names)
+
+    def load(self, names: Collection[str], *, mapped: bool = False) -> None:
+        """Read parameters from disk, through the conversions of transformers.
+
+        :param mapped: leave in their files those that need no conversion, as far as the device
+            allows; they are read where they are used
+        :raises CheckpointError: if that is not possible for these parameters alone
+        """
+        missing = [name for name in names if name not in self.loaded]
+        sources = [target for target in self._sources if self._names.get(target) in set(missing)]
+        values = self._read(sources, mapped)
+        for target, value in values.items():
+            name = self._names.get(target)
+            if name in missing:
+                self._parameters[name].data = value
+                self.loaded.add(name)
+        absent = sorted(set(missing) - self.loaded)
+        if absent:
+            raise CheckpointError(
+                f"the files of the model do not give {absent[0]} without loading others; load the "
+                "whole model and calibrate it in memory"
+            )
+
+    def release(self, names: Collection[str]) -> None:
+        """Free parameters. Their shape, dtype and device stay."""
+        for name in names:
+            _empty(self._parameters[name])
+            self.loaded.discard(name)
+
+    @contextlib.contextmanager
+    def pretended(self, names: Collection[str]) -> Iterator[None]:
+        """Give parameters memory of the right layout, without reading, so that they can be traced.
+
+        On a CPU memory that nobody has written to takes no room.
+        """
+        for name in names:
+            parameter = self._parameters[name]
+            parameter.data = torch.empty(
+                parameter.shape, dtype=parameter.dtype, device=parameter.device
+            )
+        try:
+            yield
+        finally:
+            self.release(names)
+
+    def _read(self, targets: Collection[str], mapped: bool) -> dict[str, torch.Tensor]:
+        """Read what belongs to these names, and leave the parameters of the model as they are."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+
+        if not targets:
+            return {}
+        model: Any = self.model
+        conversions = model._weight_conversions
+        names = [name for target in targets for name in self._sources[target]]
+        before = {id(module): dict(module._parameters) for module in model.modules()}
+        with self.files.reading() as read, _without_bars():
+            try:
+                unread = {name: _Unread(name, read, self.reads, mapped) for name in names}
+                info, _ = convert_and_load_state_dict_in_model(model, unread, self._loading)
+                found = {
+                    name: value.detach()
+                    for name, value in _tensors_of(model)
+                    if name not in info.missing_keys
+                }
+            finally:
+                for module in model.modules():
+                    module._parameters.update(before[id(module)])
+                model._weight_conversions = conversions
+        return found
+
+    def _tie_equal_weights(self) -> None:
+        """Tie weights that the config ties and the files hold twice, if these are equal.
+
+        transformers does so when it has loaded both.
+        """
+        model: Any = self.model
+        for target, origin in list(getattr(model, "all_tied_weights_keys", {}).items()):
+            sources = [self._sources.get(name, ()) for name in (target, origin)]
+            if model.get_parameter(target) is model.get_parameter(origin) or not all(sources):
+                continue
+            with self.files.reading() as read:
+                ((one,), (other,)) = ([read(name) for name in names] for names in sources)
+                if not torch.equal(one, other):
+                    model.all_tied_weights_keys.pop(target)
+                    continue
+            parent, _, name = target.rpartition(".")
+            setattr(model.get_submodule(parent), name, model.get_parameter(origin))
+            del self._sources[target]
+
+
+class _Unread:
+    """Stands for a tensor in a file; transformers reads it by taking all of it."""
+
+    def __init__(self, name: str, read: Any, reads: dict[str, int], mapped: bool) -> None:
+        self._name, self._read, self._reads, self._mapped = name, read, reads, mapped
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        self._reads[self._name] += 1
+        tensor: torch.Tensor = self._read(self._name)
+        # A block is read at once, in the order of the file, and not page by page as it runs.
+        return tensor if self._mapped else tensor.clone()
+
+
+def _folder_of(source: Source) -> Path:
+    if source.is_folder:
+        return Path(source.place)
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        source.read(lambda: snapshot_download(source.place, local_files_only=not source.download))
+    )
+
+
+def _built(
+    config: Any, source: Source, files: WeightFiles, dtype: str | torch.dtype
+) -> tuple[nn.Module, Any]:
+    """Do what `from_pretrained` does, with tensors that have no data."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig, _get_dtype
+    from transformers.utils.generic import ContextManagers
+
+    cls, options = class_of(config, source)
+    if options:  # an Auto… class, which knows its models when it has built one
+        with torch.device("meta"):
+            cls = type(cls.from_config(config, **options))
+    state = {name: stored.without_data() for name, stored in files.tensors.items()}
+    config, chosen = _get_dtype(dtype, None, config, None, state, True)
+    with ContextManagers(cls.get_init_context(chosen, False, False, None)):
+        model = cls(config)
+    loading = LoadStateDictConfig(
+        device_map={"": "meta"},
+        dtype=chosen,
+        dtype_plan=model._get_dtype_plan(chosen),
+        weight_mapping=get_model_conversion_mapping(model, None, None),
+        ignore_mismatched_sizes=True,
+    )
+    with _without_bars():
+        info, _ = convert_and_load_state_dict_in_model(model, state, loading)
+        _require_fitting(info, files)
+        loading = replace(loading, device_map={"": "cpu"})
+        info = cls._finalize_model_loading(model, loading, info)
+    require_all_weights(model, info.to_dict(), source)
+    model.config.name_or_path = source.place
+    _find_generation_config(model, source)
+    return model.eval(), loading
+
+
+def _require_fitting(info: Any, files: WeightFiles) -> None:
+    for name, found, expected in sorted(info.mismatched_keys):
+        file = files.tensors[name].file if name in files.tensors else files.folder
+        raise CheckpointError(
+            f"{name} in {file} has the shape {tuple(found)}, and the model that config.json "
+            f"describes has {tuple(expected)} there; the file is of another model"
+        )
+
+
+def _find_generation_config(model: Any, source: Source) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # not every model has one
+            model.generation_config = GenerationConfig.from_pretrained(
+                source.place, local_files_only=not source.download
+            )
+
+
+def _sources_by_target(model: Any, files: WeightFiles, loading: Any) -> dict[str, list[str]]:
+    """Map names in the model to the stored tensors that they are made of.
+
+    Of several that are made together, the first stands for all.
+    """
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = loading.weight_mapping or []
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    state = model.state_dict()
+    found: dict[str, list[str]] = {}
+    for name in files.tensors:
+        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if target not in state and name in state:
+            target, _ = rename_source_key(name, [], [], model.base_model_prefix, state)
+        if target in state:
+            found.setdefault(target, []).append(name)
+    return found
+
+
+def _with_own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Give the model parameters without data that are not on the meta device, tied as they were."""
+    own: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in own:
+                device = torch.device("cpu") if parameter.is_meta else parameter.device
+                shell = torch.empty((), dtype=parameter.dtype, device=device)
+                own[id(parameter)] = nn.Parameter(
+                    shell.expand(parameter.shape), requires_grad=parameter.requires_grad
+                )
+            module._parameters[name] = own[id(parameter)]
+    return dict(model.named_parameters())
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    shell = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+    parameter.data = shell.expand(parameter.shape)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep transformers from drawing a bar for each part."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

@@ -1,0 +1,229 @@
+"""The values of batches between two stages: on disk, and in memory too where they fit."""
+
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save, save_file
+
+from inlay.errors import CheckpointError, GraphError
+from inlay.streaming.stages import Started
+
+__all__ = ["Activations"]
+
+_VALUES = "values"  # key of the metadata that says what a file holds
+_LASTING = "lasting"
+
+
+class Activations:
+    """What batches have computed so far and later stages read, by batch.
+
+    A generation is what all batches have before one stage. It is written while the stage before
+    it runs, and is there as a whole when that stage is done, so a run that is killed goes on from
+    the last one. A value that several stages read, such as a mask or a rotary table, is written
+    once, and batches that have equal ones share one.
+
+    :param folder: where the values are kept
+    :param in_memory: keep the values in memory, to read nothing back
+    :param on_disk: keep them on disk, for a run that goes on after it was killed
+    """
+
+    def __init__(self, folder: Path, *, in_memory: bool, on_disk: bool = True) -> None:
+        self.folder, self._in_memory, self._on_disk = folder, in_memory, on_disk
+        self._values: dict[int, dict[str, Any]] = {}  # by batch, what is kept for one stage alone
+        self._lasting: dict[int, dict[str, str]] = {}  # by batch, digests of values by name
+        self._shared: dict[str, torch.Tensor] = {}  # by digest, if they are in memory
+        self._checks: dict[str, int] = {}  # checksums of the files of the newest generation
+        self._bytes: dict[int, int] = {}  # in memory, by batch
+        self._bytes_shared = 0
+
+    def of(self, batch: int, stage: int) -> dict[str, Any]:
+        """What a batch has before a stage."""
+        if stage == 0:
+            return {}
+        values = self._values.pop(batch) if self._in_memory else self._read(batch, stage)
+        lasting = {name: self._share(digest) for name, digest in self._lasting[batch].items()}
+        return {**values, **lasting}
+
+    def keep(self, batch: int, stage: int, values: Mapping[str, Any], started: Started) -> None:
+        """Keep what a batch has before a stage."""
+        own: dict[str, Any] = {}
+        lasting = self._lasting.get(batch, {})
+        kept: dict[str, str] = {}
+        for name, value in values.items():
+            if name in lasting:
+                kept[name] = lasting[name]
+            elif isinstance(value, torch.Tensor) and started.graph.lasts(name, stage):
+                kept[name] = self._keep_lasting(value)
+            else:
+                own[name] = value
+        self._lasting[batch] = kept
+        if self._in_memory:
+            self._values[batch] = own
+            self._bytes[batch] = sum(map(_size, own.values()))
+        if self._on_disk:
+            self._write(self._file(batch, stage), own, kept)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the values that are in memory."""
+        return sum(self._bytes.values()) + self._bytes_shared
+
+    def complete(self) -> dict[str, int]:
+        """Return checksums of the generation that was written; nothing more is added to it."""
+        for digest in list(self._shared):
+            if not any(digest in kept.values() for kept in self._lasting.values()):
+                del self._shared[digest]
+        self._bytes_shared = sum(map(_size, self._shared.values()))
+        found, self._checks = self._checks, {}
+        return found
+
+    def drop(self, stage: int) -> None:
+        """Delete a generation that nobody reads any more."""
+        shutil.rmtree(self._generation(stage), ignore_errors=True)
+
+    def restore(self, stage: int, batches: int, checks: Mapping[str, int]) -> None:
+        """Take up a generation that an interrupted run has written.
+
+        :raises CheckpointError: if a file of it is missing or was changed
+        """
+        for batch in range(batches):
+            file = self._file(batch, stage)
+            content = file.read_bytes() if file.exists() else b""
+            if checks.get(file.name) != zlib.crc32(content):
+                raise CheckpointError(
+                    f"{file}, the values that an interrupted run had kept, is missing or was "
+                    "changed; remove the folder and start anew"
+                )
+            own = self._read(batch, stage)
+            if self._in_memory:
+                self._values[batch] = own
+                self._bytes[batch] = sum(map(_size, own.values()))
+
+    def _generation(self, stage: int) -> Path:
+        return self.folder / f"before-{stage:05d}"
+
+    def _file(self, batch: int, stage: int) -> Path:
+        return self._generation(stage) / f"{batch:06d}.safetensors"
+
+    def _keep_lasting(self, value: torch.Tensor) -> str:
+        packed, layout = _packed(value)
+        content = hashlib.blake2b(json.dumps([layout, str(value.dtype)]).encode(), digest_size=16)
+        content.update(_bytes_of(packed))
+        digest = content.hexdigest()
+        file = self.folder / _LASTING / f"{digest}.safetensors"
+        if self._on_disk and not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(".partial")
+            save_file({"value": packed}, partial, metadata={_VALUES: json.dumps(layout)})
+            partial.rename(file)
+        if self._in_memory and digest not in self._shared:
+            self._shared[digest] = value
+            self._bytes_shared += _size(value)
+        return digest
+
+    def _share(self, digest: str) -> torch.Tensor:
+        if digest in self._shared:
+            return self._shared[digest]
+        file = self.folder / _LASTING / f"{digest}.safetensors"
+        tensors, text = _load(file)
+        value = _unpacked(tensors["value"], json.loads(text))
+        if self._in_memory:
+            self._shared[digest] = value
+            self._bytes_shared += _size(value)
+        return value
+
+    def _write(self, file: Path, own: Mapping[str, Any], lasting: Mapping[str, str]) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+        described = {name: _described(value, name, tensors) for name, value in own.items()}
+        text = json.dumps({"own": described, "lasting": dict(lasting)})
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = save(tensors, metadata={_VALUES: text})
+        self._checks[file.name] = zlib.crc32(content)
+        file.write_bytes(content)
+
+    def _read(self, batch: int, stage: int) -> dict[str, Any]:
+        tensors, text = _load(self._file(batch, stage))
+        content = json.loads(text)
+        self._lasting[batch] = content["lasting"]
+        return {name: _value(how, tensors) for name, how in content["own"].items()}
+
+
+def _load(file: Path) -> tuple[dict[str, torch.Tensor], str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            text = (opened.metadata() or {})[_VALUES]
+            # Copies, since products of matrices may depend on how their operands are aligned.
+            return {key: opened.get_tensor(key).clone() for key in opened.keys()}, text  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError) as error:
+        raise CheckpointError(
+            f"{file}, values between two blocks, cannot be read: {error}; remove the folder and "
+            "start anew"
+        ) from error
+
+
+def _described(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Describe a value as JSON, with its tensors put aside under names."""
+    if isinstance(value, torch.Tensor):
+        packed, layout = _packed(value)
+        if any(packed.data_ptr() == other.data_ptr() for other in tensors.values()):
+            packed = packed.clone()  # a file holds nothing twice without a copy
+        tensors[name] = packed
+        return {"tensor": name, "layout": layout, "device": str(value.device)}
+    if isinstance(value, (list, tuple)):
+        items = [_described(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": items}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"plain": value}
+    raise GraphError(
+        f"a value between two blocks is a {type(value).__name__}, which cannot be kept on disk; "
+        "calibrate the model in memory"
+    )
+
+
+def _value(how: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    if "tensor" in how:
+        return _unpacked(tensors[how["tensor"]].to(how["device"]), how["layout"])
+    if "plain" in how:
+        return how["plain"]
+    items = [_value(each, tensors) for each in how.get("tuple", how.get("list", ()))]
+    return tuple(items) if "tuple" in how else items
+
+
+def _packed(value: torch.Tensor) -> tuple[torch.Tensor, Sequence[Sequence[int]]]:
+    """Return the elements of a tensor without gaps, and what restores its layout.
+
+    Kernels are chosen by strides, so a value that was on disk must have those that it had.
+    """
+    sizes, strides = list(value.shape), list(value.stride())
+    for dim, stride in enumerate(strides):
+        if stride == 0 and sizes[dim] > 1:
+            value = value.narrow(dim, 0, 1)  # all the same
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    packed = value.permute(order).contiguous() if value.dim() else value.clone()
+    return packed.detach().cpu(), [sizes, order]
+
+
+def _unpacked(packed: torch.Tensor, layout: Sequence[Sequence[int]]) -> torch.Tensor:
+    sizes, order = layout
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return packed.permute(inverse).expand(sizes) if order else packed
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.untyped_storage().nbytes()
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size, value))
+    return 0
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)
+    return memoryview(flat.view(torch.uint8).numpy().data)

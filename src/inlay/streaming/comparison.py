@@ -1,0 +1,159 @@
+"""Comparing a model on disk with its quantized self, in a second pass over its blocks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inlay.calibration.blocks import block_modules
+from inlay.calibration.rerun import Rerun
+from inlay.checkpoint.stored_model import StoredModel
+from inlay.evaluation.compare import (
+    LAYER_BATCHES,
+    Comparison,
+    Outputs,
+    counted_positions,
+    prepared,
+)
+from inlay.evaluation.layer_errors import layer_errors
+from inlay.progress import watched
+from inlay.report.data import LayerError
+from inlay.streaming.activations import Activations
+from inlay.streaming.regions import Region, Regions
+from inlay.streaming.stages import Started, Starting
+from inlay.workflow.calibration_run import Run
+
+__all__ = ["StreamedComparison"]
+
+
+class StreamedComparison:
+    """Runs held-out batches through both models side by side, with one block of them in memory.
+
+    :param run: the finalized calibration of the model, whose batches run in stages
+    :param starting: hands over the batches that it starts
+    :param folder: where values between blocks are kept, if they are not kept in memory
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stored: StoredModel,
+        starting: Starting,
+        folder: Path,
+        *,
+        offload: bool,
+    ) -> None:
+        self._run, self._stored, self._starting = run, stored, starting
+        self._folder, self._offload = folder, offload
+
+    @torch.no_grad()
+    def compare(self, batches: Sequence[Any]) -> Comparison:
+        """Compare the two on held-out batches."""
+        batches = prepared(self._run.model, batches)
+        with self._run.rerun() as rerun:
+            pairs = self._started(rerun, batches)
+            # The outputs ask for more of the model than statistics do, so it is cut elsewhere.
+            regions = Regions(self._stored, pairs[0].plain, self._run.plan)
+            layers: list[LayerError] = []
+            shown = watched(regions, "comparing", show=self._run.show_progress)
+            for number, region in enumerate(shown):
+                regions.load(region)
+                plan = self._run.plan.part(regions.belongs_to(number))
+                plan.renew_experts()
+                for pair in pairs if region.stage is not None else ():
+                    pair.run(region)
+                layers += layer_errors(self._run.model, rerun.bindings, plan)
+                rerun.let_go_of_blocks()
+                self._stored.release(region.parameters)
+            outputs = Outputs(self._run.model)
+            for pair in pairs:
+                outputs.add(pair.batch, *pair.outputs(self._starting, self._run))
+        places = {name: n for n, name in enumerate(self._run.plan.modules_of(self._run.model))}
+        return Comparison(
+            batches=len(batches),
+            changes=tuple(outputs.changes()),
+            layers=tuple(sorted(layers, key=lambda layer: places[layer.module])),
+            findings=tuple(outputs.findings()),
+        )
+
+    def _started(self, rerun: Rerun, batches: Sequence[Any]) -> "list[_Pair]":
+        # Quantized weights outside of the blocks are folded when a batch starts.
+        blocks = tuple(f"{name}." for name in block_modules(self._run.model))
+        modules = self._run.model.named_modules(remove_duplicate=False)
+        quantized = [
+            parameter
+            for name, module in modules
+            if self._run.plan.of_module(name) and not name.startswith(blocks)
+            for parameter in module.parameters(recurse=False)
+        ]
+        outside = self._stored.names_of(quantized)
+        self._stored.load(outside, mapped=True)
+        pairs = [
+            _Pair(self, rerun, number, batch, self._starting, self._run)
+            for number, batch in enumerate(batches)
+        ]
+        self._stored.release(outside)
+        return pairs
+
+    def activations(self, name: str) -> Activations:
+        """A place for the values of one batch of one model."""
+        return Activations(self._folder / name, in_memory=not self._offload, on_disk=self._offload)
+
+
+class _Pair:
+    """A batch on its way through the plain model and the quantized one."""
+
+    def __init__(
+        self,
+        comparison: StreamedComparison,
+        rerun: Rerun,
+        number: int,
+        batch: Any,
+        starting: Starting,
+        run: Run,
+    ) -> None:
+        self.batch, self._rerun, self._run = batch, rerun, run
+        self._compares_layers = number < LAYER_BATCHES
+        self._sides: dict[bool, tuple[Started, Activations]] = {}
+        self._results: dict[bool, Any] = {}
+        for quantized in (False, True):
+            with self._running(quantized):
+                started = starting.start(lambda: rerun.run(batch))
+            self._sides[quantized] = (
+                started,
+                comparison.activations(f"{number:06d}-{'quantized' if quantized else 'plain'}"),
+            )
+
+    @property
+    def plain(self) -> Started:
+        return self._sides[False][0]
+
+    def run(self, region: Region) -> None:
+        stage = region.stage
+        assert stage is not None
+        for quantized, (started, activations) in self._sides.items():
+            with self._running(quantized), self._run.running():
+                values = started.run(stage, activations.of(0, stage))
+            if stage + 1 < len(started.graph.stages):
+                activations.keep(0, stage + 1, values, started)
+                activations.drop(stage)
+            else:
+                self._results[quantized] = values["output"]
+
+    def outputs(self, starting: Starting, run: Run) -> tuple[Any, Any]:
+        """What the plain model and the quantized one return."""
+        found = []
+        for quantized in (False, True):
+            with self._running(quantized):
+                results = self._results.pop(quantized)
+                found.append(starting.finish(lambda: self._rerun.run(self.batch), results))
+        return found[0], found[1]
+
+    @contextmanager
+    def _running(self, quantized: bool) -> Iterator[None]:
+        compare_layers = self._compares_layers and not quantized
+        self._rerun.bindings.batch.mask = counted_positions(self._run.model, self.batch)
+        with self._rerun.running(quantized=quantized, compare_layers=compare_layers):
+            yield

@@ -1,0 +1,100 @@
+"""The passage of batches through a model, one region at a time."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from inlay.calibration.compiled_graph import RehearsedError
+from inlay.calibration.tracing import KeepsError
+from inlay.checkpoint.stored_model import StoredModel
+from inlay.data.batch import on_device_of, varying_sizes
+from inlay.errors import ConfigurationError, GraphError
+from inlay.streaming.activations import Activations
+from inlay.streaming.regions import Region
+from inlay.streaming.stages import Started, Starting
+from inlay.torch_private import graph_break_errors
+from inlay.workflow.calibration_run import Run
+
+__all__ = ["Passage"]
+
+
+class Passage:
+    """Traces batches without weights, and runs them through a model block by block.
+
+    :param run: the calibration, whose batches run in stages
+    :param stored: its model
+    :param starting: hands over the batches that it starts
+    :param batches: all batches that are to pass
+    """
+
+    def __init__(
+        self, run: Run, stored: StoredModel, starting: Starting, batches: Sequence[Any]
+    ) -> None:
+        self._run, self._stored, self._starting = run, stored, starting
+        varying = varying_sizes(batches)
+        self._batches = [on_device_of(run.model, batch, varying) for batch in batches]
+        self._started: list[Started] = []
+
+    def rehearse(self) -> Started:
+        """Trace the first batch, and the first block with it, before any weight is read.
+
+        :raises ConfigurationError: if the model cannot be cut at its blocks
+        """
+        with self._refusing():
+            started = self._start(self._batches[0])
+            before = self._stored.names_of(started.parameters(0))
+            block = self._stored.names_of(started.graph.blocks[0].parameters())
+            following = self._stored.names_of(started.parameters(1))
+            with (
+                self._run.rehearsing(),
+                self._stored.pretended({*before, *block, *following}),
+                self._run.running(),
+                contextlib.suppress(RehearsedError),
+            ):
+                started.run(1, started.run(0, {}))
+            # Statistics were wound back, so the batch has to find them anew.
+            return self._start(self._batches[0])
+
+    def start(self) -> None:
+        """Trace all batches, as far as their sizes ask for it. Nothing of them runs."""
+        with self._refusing():
+            self._started = [self._start(batch) for batch in self._batches]
+        blocks = [list(map(id, started.graph.blocks)) for started in self._started]
+        if any(each != blocks[0] for each in blocks):
+            raise ConfigurationError(
+                "the model cannot be streamed: some batches run through other blocks than others; "
+                "calibrate it in memory"
+            )
+
+    def through(self, region: Region, activations: Activations) -> Iterator[int]:
+        """Run all batches through a region whose parameters are loaded; yield after each."""
+        stage = region.stage
+        assert stage is not None
+        for number, started in enumerate(self._started):
+            begin = time.perf_counter()
+            known = self._run.compilations
+            with self._run.running():
+                values = started.run(stage, activations.of(number, stage))
+            self._run.count_run()
+            if stage + 1 < len(started.graph.stages):
+                activations.keep(number, stage + 1, values, started)
+            name = "calibrating" if self._run.compilations == known else "tracing and compiling"
+            self._run.stages.add(name, time.perf_counter() - begin)
+            yield number
+
+    def _start(self, batch: Any) -> Started:
+        return self._starting.start(lambda: self._run.run(batch))
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turn what keeps a model from being traced into an error that says what to do."""
+        resisting: tuple[type[Exception], ...] = (*graph_break_errors(), KeepsError, GraphError)
+        try:
+            yield
+        except resisting as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigurationError(
+                f"{type(self._run.model).__name__} cannot be streamed, because its graph cannot be "
+                f"cut at its blocks: {reason}. Calibrate it in memory, without streaming"
+            ) from error

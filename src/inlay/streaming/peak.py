@@ -1,0 +1,56 @@
+"""The peak of memory that a process takes, as far as it is not backed by files."""
+
+import contextlib
+import re
+import threading
+from pathlib import Path
+
+import torch
+
+__all__ = ["MemoryWatch", "anonymous_memory"]
+
+_STATUS = Path("/proc/self/status")
+_EVERY = 0.02  # seconds
+
+
+def anonymous_memory() -> int | None:
+    """Return the bytes of memory in use that no file backs; None where the system does not say."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^RssAnon:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+        if found is not None:
+            return int(found[1]) * 1024
+    return None
+
+
+class MemoryWatch:
+    """Notes the peak while it is entered; on an accelerator, that of its memory."""
+
+    def __init__(self) -> None:
+        self.peak: int | None = None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._note()
+
+    @property
+    def peak_on_device(self) -> int | None:
+        """Bytes of an accelerator's memory at their peak; None if there is none."""
+        if not torch.accelerator.is_available():
+            return None
+        return int(torch.accelerator.max_memory_allocated())
+
+    def _watch(self) -> None:
+        while not self._done.wait(_EVERY):
+            self._note()
+
+    def _note(self) -> None:
+        now = anonymous_memory()
+        if now is not None:
+            self.peak = max(now, self.peak or 0)

@@ -1,0 +1,159 @@
+"""Calibrating from disk to disk: a model that does not fit into memory, block by block."""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from inlay.checkpoint.loading import find_tokenizer, load_tokenizer
+from inlay.checkpoint.stored_model import StoredModel
+from inlay.data.batch import digest
+from inlay.data.tokenize import read_rows
+from inlay.errors import ConfigurationError
+from inlay.files import require_room
+from inlay.ranks.identity import size
+from inlay.recipe import Recipe
+from inlay.run_record import Record, Stages
+from inlay.streaming.journal import Journal
+from inlay.streaming.peak import MemoryWatch
+from inlay.streaming.worker import Settings, Worker
+from inlay.workflow.calibration_run import Run
+from inlay.workflow.run import read_batches, seen_with
+
+__all__ = ["Streamed", "stream"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """What a streamed run has written.
+
+    :param folder: the checkpoint, with statistics and report
+    :param peak_memory: bytes that no file backs, at their peak; None where the system does not say
+    """
+
+    folder: Path
+    recipe: Recipe
+    record: Record
+    peak_memory: int | None
+
+
+def stream(
+    model: str | os.PathLike[str] | StoredModel,
+    recipe: Recipe,
+    data: Any = None,
+    *,
+    out: str | Path,
+    tokenizer: Any = None,
+    max_length: int = 2048,
+    samples: int | None = None,
+    batch_size: int = 1,
+    held_out: int = 16,
+    count_padding: bool = False,
+    compiler: str = "auto",
+    accept: Collection[str] = (),
+    offload_activations: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+    report: bool = True,
+    progress: bool | None = None,
+) -> Streamed:
+    """Calibrate a model on disk and write its checkpoint, with one block of it in memory.
+
+    The result is that of `calibrate` and `save`. While it runs, its work is in a folder beside
+    `out`, from which an interrupted run goes on.
+
+    :param model: the folder of a model or its name, or what `StoredModel.open` gives for it
+    :param data: as in `inlay.calibrate`
+    :param out: the folder to write
+    :param tokenizer: a tokenizer; by default the one that belongs to the model
+    :param held_out: how many rows to compare the model before and after on, in a second pass over
+        the blocks; none, and no second pass, if 0
+    :param offload_activations: keep what flows between blocks on disk alone, not in memory too
+    :param resume: go on with a run that was interrupted
+    :param overwrite: replace `out` if it is not empty
+    :param report: write a report
+    """
+    require_room(out, overwrite=overwrite)
+    stages = Stages()
+    with MemoryWatch() as memory:
+        with stages("reading data"):
+            stored = model if isinstance(model, StoredModel) else StoredModel.open(model)
+            tokenizer = tokenizer or _tokenizer_of(stored, data)
+            batches = read_batches(
+                stored.model,
+                data,
+                tokenizer=tokenizer,
+                max_length=max_length,
+                samples=samples,
+                batch_size=batch_size,
+                held_out=held_out if report else 0,
+            )
+        run = Run(
+            stored.model,
+            recipe,
+            tokenizer=tokenizer,
+            held_out=batches.held_out,
+            data=batches.source,
+            stages=stages,
+            compiler=compiler,
+            count_padding=count_padding,
+            progress=progress,
+        )
+        _require_streamable(run)
+        calibration = list(batches) if run.plan.needs_data else []
+        for batch in calibration:
+            run.data_seen = seen_with(run.data_seen, batch)
+        settings = Settings(
+            max_shard_size=max_shard_size,
+            accept=tuple(accept),
+            offload=offload_activations,
+            count_padding=count_padding,
+            report=report,
+        )
+        worker = Worker(run, stored, calibration, settings)
+        worker.prepare()
+        identity = {
+            "model": f"{stored.files.identity()} {stored.model.dtype}",
+            "recipe": recipe.fields,
+            "data": [digest(batch).hex() for batch in calibration],
+            "compiler": compiler,
+            "settings": settings.identity(),
+        }
+        journal = Journal(Path(out), identity, resume=resume)
+        worker.work(journal)
+        worker.finish(journal, Path(out), overwrite=overwrite, memory=memory)
+    record = replace(run.record, stages=stages.as_tuple())
+    return Streamed(folder=Path(out), recipe=recipe, record=record, peak_memory=memory.peak)
+
+
+def _tokenizer_of(stored: StoredModel, data: Any) -> Any:
+    """Load the tokenizer of a model. Token ids and batches do without, if it has none."""
+    source = stored.source
+    options: dict[str, Any] = {
+        "trust_remote_code": source.trust_remote_code,
+        "download": source.download,
+    }
+    first = next(read_rows(data), None) if isinstance(data, (str, os.PathLike)) else None
+    is_text = first is not None and first.kind != "input_ids"
+    return (load_tokenizer if is_text else find_tokenizer)(source.place, **options)
+
+
+def _require_streamable(run: Run) -> None:
+    """Refuse recipes and models that need more than one block at a time."""
+    if size() > 1:
+        raise ConfigurationError(
+            f"a streamed run is that of one process, and there are {size()}; stream without "
+            "torchrun, or leave --stream out"
+        )
+    if run.plan.observes_in(run.plan.experts):
+        raise ConfigurationError(
+            f"a streamed run cannot observe the inputs of each expert yet, such as those of "
+            f"{next(iter(run.plan.experts))}; choose a scheme with dynamic inputs or without, "
+            "ignore the experts in the recipe, or calibrate in memory"
+        )
+    if run.recipe.equalize is not None:
+        raise ConfigurationError(
+            "a streamed run cannot equalize yet; leave equalize out, or calibrate in memory"
+        )

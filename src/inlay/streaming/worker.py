@@ -1,0 +1,254 @@
+"""The work of a streamed run: region by region, then all that belongs to the whole."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from inlay import report as report_page
+from inlay.checkpoint.stored_model import StoredModel
+from inlay.checkpoint.writing import size_of_model
+from inlay.data.batch import count_tokens
+from inlay.errors import ConfigurationError
+from inlay.evaluation.compare import Comparison
+from inlay.evaluation.layer_errors import weight_errors
+from inlay.evaluation.summary import report_of, slot_records
+from inlay.files import move_into_place, write_atomically
+from inlay.memory import returning_freed_memory
+from inlay.observers import QParamsDict
+from inlay.progress import Bar
+from inlay.recipe import recipe_text
+from inlay.report.data import LayerError, SlotRecord
+from inlay.report.plain import from_plain, to_plain
+from inlay.statistics.finalize import known_words, qparams_of
+from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
+from inlay.streaming.activations import Activations
+from inlay.streaming.comparison import StreamedComparison
+from inlay.streaming.journal import Journal, Written
+from inlay.streaming.parts import CheckpointParts, load_qparams, save_qparams
+from inlay.streaming.passage import Passage
+from inlay.streaming.peak import MemoryWatch
+from inlay.streaming.regions import Region, Regions
+from inlay.streaming.stages import Starting
+from inlay.workflow.calibration_run import Run
+
+__all__ = ["Settings", "Worker"]
+
+_QPARAMS, _SHOWN = "qparams.safetensors", "shown.json"  # of a region
+_READING, _SEARCHING, _WRITING = "reading weights", "searching ranges", "writing"
+_COMPARING = "comparing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run is streamed.
+
+    :param offload: keep what flows between blocks on disk alone
+    """
+
+    max_shard_size: int | str
+    accept: tuple[str, ...]
+    offload: bool
+    count_padding: bool
+    report: bool
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that the result depends on."""
+        return {
+            "max_shard_size": self.max_shard_size,
+            "accept": sorted(self.accept),
+            "count_padding": self.count_padding,
+            "report": self.report,
+        }
+
+
+class Worker:
+    """Takes a model through a streamed run.
+
+    :param batches: those that calibrate; none if the recipe needs no data
+    """
+
+    def __init__(
+        self, run: Run, stored: StoredModel, batches: Sequence[Any], settings: Settings
+    ) -> None:
+        known_words(settings.accept)
+        self._run, self._stored, self._settings = run, stored, settings
+        self._batches = batches
+        self._starting = Starting()
+        self._passage: Passage | None = None
+        if run.plan.needs_data and not batches:
+            raise ConfigurationError(
+                "the recipe quantizes activations statically, or weighs weights by them, and there "
+                "is no data to observe; give data"
+            )
+
+    def prepare(self) -> None:
+        """Trace the model without its weights and cut it into regions.
+
+        :raises ConfigurationError: if that is not possible; nothing has been read then
+        """
+        started = None
+        self._run.run_in_stages(self._starting.arrange)
+        if self._batches:
+            with self._run.stages("tracing and compiling"):
+                self._passage = Passage(self._run, self._stored, self._starting, self._batches)
+                started = self._passage.rehearse()
+        self._regions = Regions(self._stored, started, self._run.plan)
+        self._require_padding_left_out()
+
+    def work(self, journal: Journal) -> None:
+        """Run, quantize and write all regions that the journal does not have yet."""
+        self._parts = CheckpointParts(
+            self._run,
+            self._regions,
+            journal,
+            max_shard_size=self._settings.max_shard_size,
+            accept=self._settings.accept,
+        )
+        activations = Activations(
+            journal.folder / "activations", in_memory=not self._settings.offload
+        )
+        self._take_up(journal, activations)
+        with self._bar(journal) as bar:
+            for number in range(len(journal.written), len(self._regions)):
+                region = self._regions[number]
+                with self._run.stages(_READING):
+                    self._regions.load(region)
+                    self._run.plan.part(self._regions.belongs_to(number)).renew_experts()
+                for batch in self._through(region, activations):
+                    tokens, _ = count_tokens(self._batches[batch])
+                    bar.advance(tokens, f"{number + 1} of {len(self._regions)}, {region.name}")
+                with returning_freed_memory():  # of batches too; weights need it now
+                    journal.add(self._written(number, journal, activations))
+                    if region.stage is not None:
+                        activations.drop(region.stage)
+                    following = self._regions[number + 1 : number + 2]
+                    needed = {name for each in following for name in each.parameters}
+                    self._stored.release([n for n in region.parameters if n not in needed])
+
+    def _through(self, region: Region, activations: Activations) -> Iterator[int]:
+        if self._passage is None or region.stage is None:
+            return
+        known = len(self._run.graphs)
+        yield from self._passage.through(region, activations)
+        if len(self._run.graphs) > known:
+            self._require_padding_left_out()
+
+    def _written(self, number: int, journal: Journal, activations: Activations) -> Written:
+        """Quantize and write a region through which all batches have run."""
+        run, region = self._run, self._regions[number]
+        plan = run.plan.part(self._regions.belongs_to(number))
+        with run.stages(_SEARCHING):
+            qparams = qparams_of(
+                run.statistics,
+                plan,
+                run.weight_of,
+                accept=self._settings.accept,
+                progress=False,
+            )
+        folder = journal.region_folder(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        with run.stages(_WRITING):
+            files = self._parts.write(number, plan, qparams)
+            save_qparams(qparams, folder / _QPARAMS)
+            StoredStatistics(recipe=run.recipe.fields, slots=run.statistics.snapshot(plan)).save(
+                folder
+            )
+            if self._settings.report:
+                slots = slot_records(run, plan, qparams)
+                layers = weight_errors(plan, qparams, run.weight_of)
+                content = {"slots": to_plain(slots), "layers": to_plain(layers)}
+                write_atomically(folder / _SHOWN, json.dumps(content))
+        values = activations.complete()
+        return Written(region=region.name, files=files, values=values)
+
+    def _take_up(self, journal: Journal, activations: Activations) -> None:
+        """Go on where an interrupted run has stopped, if there was one."""
+        done = len(journal.written)
+        names = [region.name for region in self._regions[:done]]
+        if names != [written.region for written in journal.written]:
+            raise ConfigurationError(
+                f"{journal.folder} was made with a model that is cut elsewhere; resume with the "
+                "versions it was made with, or remove the folder"
+            )
+        for number in range(done):
+            stored = StoredStatistics.load(journal.region_folder(number))
+            self._run.statistics.restore(stored.slots)
+        stages = [region.stage for region in self._regions[done:] if region.stage is not None]
+        if self._passage is None or not stages:
+            return
+        with self._run.stages("tracing and compiling"):
+            self._passage.start()
+        self._run.expect(len(self._batches) * len(stages))
+        if stages[0] > 0:
+            activations.restore(stages[0], len(self._batches), journal.written[-1].values)
+
+    def _bar(self, journal: Journal) -> Bar:
+        left = self._regions[len(journal.written) :]
+        steps = sum(len(self._batches) for region in left if region.stage is not None)
+        return Bar("streaming", total=steps or None, unit="tokens", show=self._run.show_progress)
+
+    def _require_padding_left_out(self) -> None:
+        padded = any(count_tokens(batch)[1] for batch in self._batches)
+        if padded and not self._settings.count_padding:
+            self._run.require_padding_left_out()
+
+    def finish(self, journal: Journal, out: Path, *, overwrite: bool, memory: MemoryWatch) -> None:
+        """Write what belongs to the whole, and put the folder in its place."""
+        run, folder = self._run, journal.checkpoint
+        device = next(run.model.parameters()).device
+        numbers = range(len(self._regions))
+        qparams: dict[str, QParamsDict] = {}
+        for number in numbers:
+            qparams.update(load_qparams(journal.region_folder(number) / _QPARAMS, device))
+        run.statistics.qparams = qparams
+        run.statistics.accepted = frozenset(self._settings.accept)
+        with run.stages(_WRITING):
+            size = self._parts.finish(qparams, run.tokenizer)
+            run.stored(model=run.record.model, data=run.data).save(folder / FOLDER_NAME)
+            text = recipe_text(run.recipe)
+            write_atomically(folder / "recipe.yaml", text)
+        if self._settings.report:
+            self._report(journal, (size_of_model(run.model), size), memory)
+        move_into_place(folder, out, overwrite=overwrite)
+        journal.remove()
+
+    def _report(self, journal: Journal, sizes: tuple[int, int], memory: MemoryWatch) -> None:
+        run = self._run
+        slots: list[SlotRecord] = []
+        layers: list[LayerError] = []
+        for number in range(len(self._regions)):
+            file = journal.region_folder(number) / _SHOWN
+            shown = from_plain(_Shown, json.loads(file.read_text(encoding="utf-8")), file.name)
+            slots += shown.slots
+            layers += shown.layers
+        places = {name: place for place, name in enumerate(run.plan.modules_of(run.model))}
+        slots.sort(key=lambda slot: places[slot.module])
+        layers.sort(key=lambda layer: places[layer.module])
+        comparison = Comparison(batches=0, layers=tuple(layers))
+        if run.held_out:
+            with run.stages(_COMPARING):
+                comparison = StreamedComparison(
+                    run,
+                    self._stored,
+                    self._starting,
+                    journal.folder / "comparing",
+                    offload=self._settings.offload,
+                ).compare(run.held_out)
+        seconds = sum(took for name, took in run.record.stages if name != _COMPARING)
+        data = replace(
+            report_of(run, comparison, record=run.record, sizes=sizes, slots=tuple(slots)),
+            peak_memory=memory.peak,
+            tokens_per_second=run.record.tokens / seconds if run.record.tokens else None,
+        )
+        write_atomically(journal.checkpoint / "report.json", data.to_json())
+        report_page.write(data, journal.checkpoint / "report.html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """What a report shows of a region."""
+
+    slots: tuple[SlotRecord, ...]
+    layers: tuple[LayerError, ...]

@@ -1,0 +1,124 @@
+"""Streamed runs that are killed again and again."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import batch, llama
+from folders import assert_same_folder
+
+from inlay import Recipe, calibrate
+from inlay.checkpoint.loading import load_model
+
+pytestmark = pytest.mark.slow
+
+# Imports once, and lets a child of its own do the rest each time. Children count the steps that
+# leave something on disk, and one that reaches its number ends without asking anybody.
+SCRIPT = """
+import json, os, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+place, moments = Path(sys.argv[2]), json.loads(sys.argv[3])
+
+import torch
+from families import batch
+from inlay import Recipe
+from inlay.streaming import activations, journal, parts, worker
+from inlay.streaming.stream import stream
+
+torch.set_num_threads(1)  # before any thread was started, so that children may be forked
+
+
+def killed_at(owner, name, left, after):
+    own = getattr(owner, name)
+
+    def step(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = own(*args, **kwargs)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, step)
+
+
+def child(moment, after):
+    left = [moment]
+    for owner, name in (
+        (activations.Activations, "keep"),
+        (parts, "write_shard"),
+        (worker, "save_qparams"),
+        (journal.Journal, "_save"),
+        (journal.Journal, "remove"),
+        (activations.Activations, "drop"),
+        (Path, "rename"),
+        (worker, "move_into_place"),
+    ):
+        killed_at(owner, name, left, after)
+    add = journal.Journal.add
+
+    def noted(self, written):
+        add(self, written)
+        with (place / "finished").open("a") as file:
+            file.write(written.region + "\\n")
+
+    journal.Journal.add = noted
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
+    data = [batch(torch.nn.Module(), index) for index in range(4)]
+    stream(
+        place / "model", recipe, data, out=place / "out", held_out=0, compiler="eager", resume=True
+    )
+
+
+killed = 0
+for moment, after in moments:
+    process = os.fork()
+    if process == 0:
+        child(moment, after)
+        os._exit(0)
+    _, status = os.waitpid(process, 0)
+    if os.WIFEXITED(status):
+        assert os.WEXITSTATUS(status) == 0
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    killed += 1
+print(json.dumps({"killed": killed}))
+"""
+
+
+def test_killed_at_many_moments_it_ends_with_the_same_result(tmp_path: Path) -> None:
+    llama(num_hidden_layers=3).save_pretrained(tmp_path / "model")
+    chance = random.Random(16)
+    moments = [(chance.randint(5, 16), chance.random() < 0.5) for _ in range(7)] + [(1000, True)]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            SCRIPT,
+            str(Path(__file__).parent.parent / "support"),
+            str(tmp_path),
+            json.dumps(moments),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["killed"] >= 4
+    # No region was done twice once it was in the journal.
+    finished = (tmp_path / "finished").read_text().split("\n")[:-1]
+    assert len(finished) == len(set(finished)) == 5
+    data = [batch(torch.nn.Module(), index) for index in range(4)]
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
+    run = calibrate(load_model(tmp_path / "model"), recipe, data, held_out=0, compiler="eager")
+    assert_same_folder(tmp_path / "out", run.save(tmp_path / "expected"))
+    assert not (tmp_path / "out.streaming").exists()

@@ -1,0 +1,244 @@
+"""A model that is streamed from disk to disk, held against one that is calibrated in memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import batch, bert, llama, qwen3_moe
+from folders import assert_same_folder, tensors_in
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from inlay import Recipe, calibrate, stream
+from inlay.checkpoint.loading import load_model
+from inlay.checkpoint.stored_model import StoredModel
+from inlay.errors import CheckpointError, ConfigurationError, StatisticsError
+
+pytestmark = pytest.mark.slow
+
+STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    llama(num_hidden_layers=3).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def batches(count: int = 6, lengths: tuple[int, ...] = (6,)) -> list[dict]:
+    """Batches of which every other one has padding."""
+    found = []
+    for index in range(count):
+        made = batch(torch.nn.Module(), index, tokens=lengths[index % len(lengths)])
+        made["attention_mask"][0, :2] = index % 2
+        found.append(made)
+    return found
+
+
+def in_memory(folder: Path, recipe: Recipe, data: list | None, **options) -> Path:
+    torch._dynamo.reset()
+    out = folder.parent / "in-memory"
+    calibrate(load_model(folder), recipe, data, compiler="eager", **options).save(out)
+    return out
+
+
+def streamed(folder: Path, recipe: Recipe, data: list | None, **options) -> Path:
+    torch._dynamo.reset()
+    out = folder.parent / options.pop("name", "streamed")
+    return stream(folder, recipe, data, out=out, compiler="eager", **options).folder
+
+
+def test_it_writes_what_a_run_in_memory_writes(folder: Path) -> None:
+    """With padding, batches of several lengths, and held-out data; values in memory or on disk."""
+    data, options = batches(12, lengths=(6, 9)), {"samples": 12, "held_out": 12}
+    expected = in_memory(folder, STATIC, data, **options)
+    for name, offload in (("streamed", False), ("offloaded", True)):
+        found = streamed(folder, STATIC, data, name=name, offload_activations=offload, **options)
+        assert_same_folder(found, expected)
+    assert sorted(path.name for path in folder.parent.iterdir()) == [
+        "in-memory",
+        "model",
+        "offloaded",
+        "streamed",
+    ]
+    model = AutoModelForCausalLM.from_pretrained(found).eval()
+    with torch.no_grad():
+        assert bool(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all())
+
+
+RECIPES = {
+    "fused": Recipe.from_preset("NVFP4", ignore=["lm_head"]),
+    "kv_cache": Recipe.from_preset(
+        "FP8", ignore=["lm_head"], kv_cache={"num_bits": 8, "type": "float"}
+    ),
+    "importance": Recipe.from_preset(
+        "W4A16", ignore=["lm_head"], weights={"observer": "imatrix_mse", "group_size": 16}
+    ),
+    "histogram": Recipe.from_preset(
+        "W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "histogram"}
+    ),
+    "moving": Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "minmax"}),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_whatever_is_observed(folder: Path, name: str) -> None:
+    data, options = batches(4), {"held_out": 0}
+    expected = in_memory(folder, RECIPES[name], data, **options)
+    assert_same_folder(streamed(folder, RECIPES[name], data, **options), expected)
+
+
+def test_a_tied_head_that_is_quantized_too(tmp_path: Path) -> None:
+    """It is written last, when its input has been observed, and untied."""
+    llama(tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    recipe, data = Recipe.from_preset("W8A8_STATIC"), batches(4)
+    expected = in_memory(tmp_path / "model", recipe, data, samples=4, held_out=4)
+    found = streamed(tmp_path / "model", recipe, data, samples=4, held_out=4)
+    assert_same_folder(found, expected)
+    assert "lm_head.weight_scale" in tensors_in(found)
+
+
+def test_without_data_every_weight_is_read_once_and_nothing_is_traced(folder: Path) -> None:
+    recipe = Recipe.from_preset("FP8_DYNAMIC", ignore=["lm_head"])
+    expected = in_memory(folder, recipe, None)
+    stored = StoredModel.open(folder)
+    out = stream(stored, recipe, out=folder.parent / "streamed").folder
+    assert_same_folder(out, expected)
+    assert set(stored.reads.values()) == {1}
+    assert stored.reads.keys() == stored.files.tensors.keys()
+
+
+def test_experts_are_quantized_one_by_one(tmp_path: Path) -> None:
+    qwen3_moe().save_pretrained(tmp_path / "model")
+    recipe = Recipe.from_preset(
+        "W4A16", ignore=["lm_head", "re:.*gate$"], weights={"group_size": 16}
+    )
+    data = batches(2)
+    expected = in_memory(tmp_path / "model", recipe, data, samples=2, held_out=2)
+    found = streamed(tmp_path / "model", recipe, data, samples=2, held_out=2)
+    assert_same_folder(found, expected)
+
+
+def test_with_data_every_weight_is_read_once(folder: Path) -> None:
+    stored = StoredModel.open(folder)
+    data = batches(2)
+    stream(stored, STATIC, data, out=folder.parent / "out", compiler="eager", held_out=0)
+    assert set(stored.reads.values()) == {1}
+
+
+def test_a_model_without_a_head(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path / "model")
+    recipe = Recipe.from_preset("W8A8_STATIC")
+    expected = in_memory(tmp_path / "model", recipe, batches(3), held_out=0)
+    assert_same_folder(streamed(tmp_path / "model", recipe, batches(3), held_out=0), expected)
+
+
+def test_what_cannot_be_cut_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    llama(num_hidden_layers=1).save_pretrained(tmp_path / "one")
+    stored = StoredModel.open(tmp_path / "one")
+    with pytest.raises(ConfigurationError, match=r"it has no blocks.*calibrate it in memory"):
+        stream(stored, STATIC, batches(2), out=tmp_path / "out", compiler="eager")
+    llama().save_pretrained(tmp_path / "breaking")
+    stored = StoredModel.open(tmp_path / "breaking")
+    forward = type(stored.model.model.layers[0]).forward
+
+    def breaking(self, hidden_states, *args, **kwargs):
+        torch._dynamo.graph_break()
+        return forward(self, hidden_states, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(stored.model.model.layers[0]), "forward", breaking)
+        with pytest.raises(ConfigurationError, match="cannot be cut at its blocks"):
+            stream(stored, STATIC, batches(2), out=tmp_path / "out", compiler="eager")
+    assert not stored.reads
+    equalizing = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], equalize=0.5)
+    with pytest.raises(ConfigurationError, match="cannot equalize yet"):
+        stream(stored, equalizing, batches(2), out=tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="no data to observe"):
+        stream(stored, STATIC, out=tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["breaking", "one"]
+
+
+def test_a_missing_or_damaged_or_wrong_file_is_named(folder: Path) -> None:
+    load_model(folder).save_pretrained(folder.parent / "sharded", max_shard_size="20KB")
+    sharded = folder.parent / "sharded"
+    files = sorted(sharded.glob("model-*.safetensors"))
+    assert len(files) > 3
+    content = files[1].read_bytes()
+
+    def refusal(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match) as raised:
+            stream(sharded, STATIC, batches(2), out=folder.parent / "out")
+        assert files[1].name in str(raised.value)
+
+    files[1].write_bytes(content[:-10])
+    refusal("truncated or damaged")
+    files[1].write_bytes(files[2].read_bytes())
+    refusal("has no tensor")
+    tensors = load_file(files[2])
+    files[1].write_bytes(content)
+    save_file({name: tensor[:3].clone() for name, tensor in tensors.items()}, files[2])
+    with pytest.raises(CheckpointError, match=f"{files[2].name} has the shape"):
+        stream(sharded, STATIC, batches(2), out=folder.parent / "out")
+    files[1].unlink()
+    refusal("is missing")
+    assert not (folder.parent / "out").exists()
+    assert not (folder.parent / "out.streaming").exists()
+
+
+def test_only_the_same_run_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a block that was written is verified first."""
+    from inlay.streaming.journal import Journal
+
+    add = Journal.add
+
+    def add_two(self, written) -> None:
+        if len(self.written) == 2:
+            raise KeyboardInterrupt
+        add(self, written)
+
+    options = {"held_out": 0, "compiler": "eager", "out": folder.parent / "out"}
+    monkeypatch.setattr(Journal, "add", add_two)
+    with pytest.raises(KeyboardInterrupt):
+        stream(folder, STATIC, batches(3), **options)
+    monkeypatch.undo()
+    with pytest.raises(ConfigurationError, match="holds the work of an interrupted run"):
+        stream(folder, STATIC, batches(3), **options)
+    with pytest.raises(ConfigurationError, match="made with another data"):
+        stream(folder, STATIC, batches(2), resume=True, **options)
+    with pytest.raises(ConfigurationError, match="made with another recipe"):
+        stream(folder, RECIPES["moving"], batches(3), resume=True, **options)
+    files = sorted((folder.parent / "out.streaming" / "checkpoint").glob("region-*"))
+    content = files[0].read_bytes()
+    files[0].write_bytes(content[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=f"{files[0].name}.*for before the blocks.*changed"):
+        stream(folder, STATIC, batches(3), resume=True, **options)
+    files[0].write_bytes(content)
+    values = next((folder.parent / "out.streaming" / "activations").glob("before-*/000001*"))
+    kept = values.read_bytes()
+    values.write_bytes(kept[:-1] + b"x")
+    with pytest.raises(CheckpointError, match=r"000001\.safetensors.*was changed"):
+        stream(folder, STATIC, batches(3), resume=True, **options)
+    values.write_bytes(kept)
+    stream(folder, STATIC, batches(3), resume=True, **options)
+    assert_same_folder(options["out"], in_memory(folder, STATIC, batches(3), held_out=0))
+
+
+def test_a_layer_that_no_batch_reaches_is_refused_by_name(folder: Path) -> None:
+    stored = StoredModel.open(folder)
+    stored.model.model.layers[1].self_attn.o_proj.forward = lambda value: value
+    out = folder.parent / "out"
+    with pytest.raises(StatisticsError, match=r"layers\.1\.self_attn\.o_proj\.input"):
+        stream(stored, STATIC, batches(2), out=out, compiler="eager", held_out=0)
+    assert not out.exists()
+
+
+def test_the_index_names_every_file(folder: Path) -> None:
+    out = streamed(folder, Recipe.from_preset("W8A8", ignore=["lm_head"]), None)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = {path.name for path in out.glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files
+    tensors = tensors_in(out)
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())

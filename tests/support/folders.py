@@ -1,0 +1,57 @@
+"""Comparing the folders of two checkpoints."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from inlay import StoredStatistics
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whatever its files."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    return found
+
+
+def report_in(folder: Path) -> dict:
+    """What a report says, without what differs from run to run."""
+    report = json.loads((folder / "report.json").read_text())["report"]
+    changing = ("created", "stages", "peak_memory", "tokens_per_second")
+    return {key: value for key, value in report.items() if key not in changing}
+
+
+def assert_same_folder(one: Path, other: Path) -> None:
+    """Tensors, statistics, configs and report are the same, bit for bit."""
+    found, expected = tensors_in(one), tensors_in(other)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(_bits(found[name]), _bits(tensor)), name
+    for name in ("config.json", "generation_config.json", "recipe.yaml", "tokenizer.json"):
+        files = [folder / name for folder in (one, other)]
+        assert files[0].exists() == files[1].exists(), name
+        assert not files[0].exists() or files[0].read_text() == files[1].read_text(), name
+    assert_same_statistics(one, other)
+    if (one / "report.json").exists() or (other / "report.json").exists():
+        found, expected = report_in(one), report_in(other)
+        for key, value in expected.items():
+            assert found[key] == value, key
+
+
+def assert_same_statistics(one: Path, other: Path) -> None:
+    found, expected = StoredStatistics.load(one), StoredStatistics.load(other)
+    assert found.slots.keys() == expected.slots.keys()
+    for name, slot in expected.slots.items():
+        assert int(found.slots[name].seen) == int(slot.seen), name
+        assert int(found.slots[name].tokens) == int(slot.tokens), name
+        for key, tensor in slot.tensors.items():
+            assert torch.equal(found.slots[name].tensors[key], tensor), (name, key)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
