@@ -254,3 +254,45 @@ def test_rewinding_forgets_what_experts_saw_since() -> None:
     for name, now in known.snapshot().items():
         assert int(now.tokens) == int(before[name].tokens)
         assert all(torch.equal(now.tensors[key], t) for key, t in before[name].tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("FP8", {}),
+        ("FP8", {"observer": "memoryless_mse"}),
+        ("FP8_DYNAMIC", {"observer": "memoryless_mse", "observer_kwargs": {"patience": 1}}),
+        ("FP8_BLOCK", {"block_structure": [48, 32]}),
+        ("W4A16_ASYM", {"group_size": 32, "observer": "memoryless_mse"}),
+        ("W4A16", {"group_size": 32, "observer": "imatrix_mse"}),
+        ("NVFP4A16", {"observer": "memoryless_mse"}),
+    ],
+)
+def test_weights_together_have_the_scales_of_one_by_one(
+    name: str, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mixtral(**WIDE)
+    recipe = Recipe.from_preset(name, weights=weights, **FP8)
+    monkeypatch.setattr("inlay.statistics.expert_weights._TOGETHER", 3 * 64 * 64)
+    found = observed(model, recipe, [batch(model)]).finalize()
+    monkeypatch.setattr("inlay.statistics.finalize.observe_expert_weights", lambda *_: set())
+    expected = observed(model, recipe, [batch(model)]).finalize()
+    assert found.keys() == expected.keys()
+    for slot, qparams in expected.items():
+        for key in ("scale", "zero_point", "global_scale"):
+            own, theirs = found[slot].get(key), qparams.get(key)
+            assert own is theirs is None or torch.equal(own.float(), theirs.float()), (slot, key)
+
+
+@pytest.mark.parametrize("name", ["W4A16", "NVFP4A16"])
+def test_gate_and_up_share_a_global_scale(name: str) -> None:
+    model = mixtral(**WIDE)
+    recipe = Recipe.from_preset(name, weights={"group_size": 16}, **FP8)
+    found = Calibration(model, recipe, compiler="eager", progress=False).finalize()
+    for number in range(4):
+        gate, up, down = (
+            found[f"model.layers.0.mlp.experts.{number}.{part}_proj.weight"]["global_scale"]
+            for part in ("gate", "up", "down")
+        )
+        assert (gate is None) == (name == "W4A16")
+        assert gate is None or (torch.equal(gate, up) and not torch.equal(gate, down))

@@ -11,6 +11,7 @@ from inlay.ranges.args import key_of
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.coverage import fill_experts, require_coverage
+from inlay.statistics.expert_weights import observe_expert_weights
 
 __all__ = ["ACCEPTABLE", "finalize", "known_words"]
 
@@ -130,7 +131,8 @@ class _Finalization:
         observers = {slot.name: self._weight_observer(slot) for slot in self.plan.weight_slots()}
         self._fuse(observers)
         observed: dict[tuple[int, str], Observer] = {}
-        slots = list(self.plan.weight_slots())
+        done = observe_expert_weights(self.plan, observers, self.weight_of, self.progress)
+        slots = [slot for slot in self.plan.weight_slots() if slot.name not in done]
         for slot in watched(slots, "observing weights", show=self.progress):
             # Tied weights are one weight, as long as they are quantized alike.
             weight = self.weight_of(slot)
