@@ -24,7 +24,11 @@ pytestmark = [
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
 HEADS = {"head_dim": 32, "moe_intermediate_size": 128}
-LATE = {"moe_intermediate_size": 128, "first_k_dense_replace": 0}
+LATE = {
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,  # the peer would look for them in the original checkpoint
+}
 IGNORED = ["lm_head", "re:.*mlp[.]gate$"]
 EXPERTS = "model.layers.0.mlp.experts"
 PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]

@@ -11,6 +11,7 @@ __all__ = [
     "Change",
     "Distribution",
     "EqualizedValue",
+    "ExpertLayer",
     "Finding",
     "LayerError",
     "ReportData",
@@ -135,6 +136,18 @@ class UnequalizedValue:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLayer:
+    """How many tokens each expert of a layer has seen.
+
+    :param starved: the numbers of experts that saw none, or few
+    """
+
+    module: str
+    tokens: tuple[int, ...]
+    starved: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """A fact that a reader should know.
 
@@ -162,6 +175,7 @@ class ReportData:
     :param slots: slots in the order of depth
     :param equalized: values that were equalized, if the recipe asks for that
     :param unequalized: inputs that could not be
+    :param experts: layers whose experts were observed, in the order of depth
     """
 
     title: str
@@ -184,6 +198,7 @@ class ReportData:
     findings: tuple[Finding, ...] = ()
     equalized: tuple[EqualizedValue, ...] = ()
     unequalized: tuple[UnequalizedValue, ...] = ()
+    experts: tuple[ExpertLayer, ...] = ()
 
     def to_json(self) -> str:
         """Return strict JSON: words stand for numbers that JSON lacks."""
