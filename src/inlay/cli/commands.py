@@ -39,9 +39,10 @@ from inlay.cli.arguments import (
 )
 from inlay.cli.outcome import show_result
 from inlay.cli.recipes import ObserverChoice, Wanted, run_observer_file
-from inlay.cli.terminal import calm_transformers, console, reported, tell
+from inlay.cli.terminal import calm_transformers, console, reported, reported_by_all, tell
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
+from inlay.ranks.identity import is_first
 
 if TYPE_CHECKING:
     from inlay.recipe import Strength
@@ -50,7 +51,7 @@ __all__ = ["calibrate", "explain", "merge", "requantize", "source_of", "wanted_o
 
 
 @app.command()
-@reported
+@reported_by_all
 def calibrate(
     model: Model,
     *,
@@ -149,8 +150,9 @@ def calibrate(
         run.save(out, overwrite=overwrite, report=not no_report)
     except KeyboardInterrupt:
         _interrupted(statistics)
-    shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint holds them now
-    if not quiet:
+    if is_first():
+        shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint holds them now
+    if is_first() and not quiet:
         show_result(run, out)
 
 
@@ -203,7 +205,7 @@ def explain(
 
 
 @app.command()
-@reported
+@reported_by_all
 def requantize(
     statistics: Annotated[
         Path,
@@ -263,7 +265,7 @@ def requantize(
         progress=False if quiet else None,
     )
     run.save(out, overwrite=overwrite, report=not no_report)
-    if not quiet:
+    if is_first() and not quiet:
         show_result(run, out)
 
 
@@ -366,7 +368,9 @@ def _statistics_folder(out: Path) -> Path:
 
 
 def _interrupted(statistics: Path) -> NoReturn:
-    if statistics.exists():
+    if not is_first():
+        pass
+    elif statistics.exists():
         tell(f"interrupted; {statistics} holds the statistics so far: continue with --resume")
     else:
         tell("interrupted before any statistics were saved; nothing was written")

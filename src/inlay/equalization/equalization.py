@@ -1,6 +1,6 @@
 """Equalization of a model: its groups, the scales that statistics ask for, and what follows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,13 +8,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
-from inlay.collectives import from_all_ranks
+from inlay.collectives import each_by_one_rank, from_all_ranks
 from inlay.equalization.collected import CollectedGroups
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.equalization.scales import Reader, scales_of
 from inlay.errors import StatisticsError
-from inlay.recipe import Plan, Slot
+from inlay.recipe import Plan, Slot, Strength
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.on_disk import StoredStatistics
 from inlay.statistics.value import Statistics, measure
@@ -109,30 +109,59 @@ class Equalization:
         if strength is None:
             return
         self._agree_over_ranks(weight_of)
+        ranges = {
+            group: found
+            for group in self.collected.groups
+            if (found := _ranges(group, statistics)) is not None
+        }
+        chosen = self._chosen(ranges, weight_of, strength)
         scales: dict[Group, torch.Tensor] = {}
         rescaled: dict[str, Statistics] = {}
         done = []
-        for group in self.collected.groups:
-            ranges = _ranges(group, statistics)
-            if ranges is None:
-                continue
-            low, high = ranges
-            readers = [self._reader(name, weight_of(name)) for name in group.readers]
-            found = scales_of(group, low, high, readers, strength)
-            scales[group] = found.values
-            rescaled.update(self._rescaled(group, statistics, low, high, found.values))
+        for group, (low, high) in ranges.items():
+            own_strength, scales[group] = chosen[group]
+            rescaled.update(self._rescaled(group, statistics, low, high, scales[group]))
             sizes = torch.maximum(low.abs(), high.abs())
             done.append(
                 EqualizedGroup(
                     group=group,
-                    strength=found.strength,
+                    strength=own_strength,
                     before=_unevenness(sizes),
-                    after=_unevenness(sizes / found.values.to(sizes)),
+                    after=_unevenness(sizes / scales[group].to(sizes)),
                 )
             )
         self.parameters.scale(scales, self.collected.weight_of)
         statistics.rescaled = rescaled
         self.done = tuple(done)
+
+    def _chosen(
+        self,
+        ranges: Mapping[Group, tuple[torch.Tensor, torch.Tensor]],
+        weight_of: Callable[[str], torch.Tensor],
+        strength: Strength,
+    ) -> dict[Group, tuple[float, torch.Tensor]]:
+        """Choose strength and scales of each group, on one rank for all.
+
+        So ranks agree to the last bit, whatever they compute with.
+        """
+        named = {str(place): group for place, group in enumerate(ranges)}
+
+        def scales(names: Iterable[str]) -> Iterator[tuple[str, tuple[float, torch.Tensor]]]:
+            for name in names:
+                group = named[name]
+                readers = [self._reader(reader, weight_of(reader)) for reader in group.readers]
+                found = scales_of(group, *ranges[group], readers, strength)
+                yield name, (found.strength, found.values)
+
+        found = each_by_one_rank(
+            {
+                name: sum(weight_of(reader).numel() for reader in group.readers)
+                for name, group in named.items()
+            },
+            scales,
+            device_of=lambda name: ranges[named[name]][0].device,
+        )
+        return {named[name]: result for name, result in found.items()}
 
     def _agree_over_ranks(self, weight_of: Callable[[str], torch.Tensor]) -> None:
         """Equalize on all ranks what each rank with data would.

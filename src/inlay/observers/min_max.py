@@ -57,6 +57,10 @@ class MovingAverage(MeasuringObserver):
 
     The first value sets the range. So the order of values matters: the latest of `n` weighs `c`,
     the one before it `c (1 - c)`, and the first `(1 - c) ** (n - 1)`.
+
+    Over ranks, and over runs that are merged, each follows its own values, and the averages are
+    weighed by their numbers: a value weighs what it does on its rank, times the share of that rank
+    in all values. So more ranks forget less.
     """
 
     _act_sync_dict = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}

@@ -11,7 +11,7 @@ from inlay.observers import Observer, QParamsDict
 from inlay.recipe import Plan, Slot
 from inlay.statistics.experts import ExpertStatistics
 from inlay.statistics.on_disk import problem_with
-from inlay.statistics.over_ranks import merge_over_ranks
+from inlay.statistics.over_ranks import agree_on_sharing, merge_over_ranks
 from inlay.statistics.rule import Rule, TensorSpec
 from inlay.statistics.value import Statistics
 
@@ -146,16 +146,21 @@ class StatisticsBySlot:
                 found[slot.name] = copies.setdefault(id(known), known.current())
         return found
 
-    def merge_ranks(self) -> None:
-        """Merge the statistics of all ranks, if there are any, and answer for all from now on."""
+    def merge_ranks(self, *, last_batch: int = 0) -> None:
+        """Merge the statistics of all ranks, if there are any, and answer for all from now on.
+
+        :param last_batch: the number of this rank's last batch, among those of all ranks
+        """
         if not have_ranks():
             return
+        sharing = {tuple(slot.name for slot in slots) for slots in self._sharing.values()}
+        first_of = {name: group[0] for group in agree_on_sharing(sorted(sharing)) for name in group}
         slots = {slot.name: slot for slot in self._gathering()}
-        own = {**self._stored, **self._own}
-        merged = merge_over_ranks(slots, own)
-        for name, slots_alike in self._sharing.items():
-            first = slots_alike[0].name
-            if name in merged and first in merged:
+        firsts = {name: slot for name, slot in slots.items() if first_of.get(name, name) == name}
+        merged = merge_over_ranks(firsts, {**self._stored, **self._own}, last_batch=last_batch)
+        for name in slots:
+            first = first_of.get(name, name)
+            if first in merged:
                 merged[name] = merged[first]  # equal ones stay one
         self._of_all_ranks = merged
 
@@ -163,6 +168,10 @@ class StatisticsBySlot:
         """Answer for this rank alone again, where the merged statistics were not usable."""
         self._of_all_ranks = None
         self.rescaled, self.replaced = {}, {}
+
+    def forget_stored(self) -> None:
+        """Forget the statistics of an earlier run."""
+        self._stored = {}
 
     def restore(self, stored: Mapping[str, Statistics]) -> None:
         """Start from the statistics of an earlier run.

@@ -23,7 +23,7 @@ def observe_expert_weights(
 ) -> set[str]:
     """Let the observers of experts see their weights, where they can see several at once.
 
-    :param observers: by slot
+    :param observers: by slot; of all slots, or of those whose ranges this process searches
     :return: the names of the slots whose observers have seen their weights
     """
     done: set[str] = set()
@@ -41,11 +41,11 @@ def _chunks(plan: Plan, observers: Mapping[str, Observer]) -> Iterator[Sequence[
     """Yield the slots of experts whose weights are observed together, as many as memory takes."""
     for stack in plan.stacks.values():
         slots = [plan.slots[f"{name}.weight"] for name in stack.members]
-        cls = type(observers[slots[0].name])
+        cls = slots[0].observer_class
         if not issubclass(cls, MeasuringObserver) or not cls.measures_weights():
             continue
         parts = len(stack.projections)
         size = max(1, _TOGETHER * parts // stack.parameter[0].numel())
         for part in range(parts):  # members are listed expert by expert
-            alike = slots[part::parts]
+            alike = [slot for slot in slots[part::parts] if slot.name in observers]
             yield from (alike[start : start + size] for start in range(0, len(alike), size))
