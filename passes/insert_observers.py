@@ -24,10 +24,11 @@ from inlay.graph import (
     stamp,
     weight_use,
 )
+from inlay.nodes.every_token import Everywhere
 from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe, ObserveWeight
 from inlay.nodes.routing import routing_of
-from inlay.recipe import Slot
+from inlay.recipe import Experts, Slot
 from inlay.statistics.rule import Rule
 
 __all__ = ["InsertObservers"]
@@ -48,7 +49,11 @@ class InsertObservers(Pass):
     the value was changed in place before. Outputs are observed right after the op. A weight is the
     same for every batch; its node marks the place and runs once, at finalize. The input of a
     product with the weights of many experts is observed for each expert by itself.
+
+    :param experts: which tokens an expert is observed with; "all" adds ops that send it every one
     """
+
+    experts: Experts = "routed"
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
@@ -58,7 +63,9 @@ class InsertObservers(Pass):
             for node in gm.graph.nodes
             for slot in observes(node)
         }
+        observed = {name for name, _, _ in there}
         targets = _Targets()
+        everywhere = Everywhere(gm.graph, self.name) if self.experts == "all" else None
         modified = False
         for node in list(gm.graph.nodes):
             for base_name, slot in slots_of(node).items():
@@ -70,7 +77,10 @@ class InsertObservers(Pass):
                 changes = writes.up_to(value, value) if is_output else writes.before(node, value)
                 if (slot.name, value, changes) in there:
                     continue
-                self._insert(gm.graph, node, value, slot, targets, _experts_of(gm, node))
+                experts = _experts_of(gm, node)
+                if everywhere is not None and experts is not None and slot.name in observed:
+                    continue
+                self._insert(gm.graph, node, value, slot, targets, experts, everywhere)
                 there.add((slot.name, value, changes))
                 modified = True
         gm.recompile()
@@ -102,6 +112,7 @@ class InsertObservers(Pass):
         slot: Slot,
         targets: "_Targets",
         experts: int | None,
+        everywhere: Everywhere | None,
     ) -> None:
         is_output = slot.base_name == "output"
         at = graph.inserting_after(value) if is_output else graph.inserting_before(node)
@@ -117,12 +128,15 @@ class InsertObservers(Pass):
                     "inputs, or call inlay.graph.propagate_shapes first"
                 )
             routing = None if experts is None else routing_of(node)
+            whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
+            if everywhere is not None and routing is not None and experts is not None:
+                value, whose["ends"] = everywhere.value(node, value, routing, experts)
+                fake = fake_value(value)
             target = targets.find(rule, fake, experts)
             inputs = [
                 add_input(graph, SlotInput(slot.name, key), tensor, self.name)
                 for key, tensor in target.fake_inputs(fake).items()
             ]
-            whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
             with at:
                 observe = graph.call_function(target, (value, *inputs), whose)
         mark_observer(observe, (slot,))

@@ -497,3 +497,22 @@ def test_ranges_that_grow_with_depth_are_no_outliers() -> None:
         for k in range(4)
     ]
     assert slot_findings(slots) == []
+
+
+def test_starved_experts_are_warned_of_with_their_tokens() -> None:
+    model = mixtral(num_hidden_layers=1)
+    recipe = Recipe.from_preset("FP8", ignore=["lm_head", "re:.*[.]gate$"], experts="fill")
+    calibration = Calibration(model, recipe, compiler="eager", progress=False)
+    calibration.observe(**batch(model, rows=16))
+    plan, statistics = calibration.plan, calibration.statistics
+    slot = plan.slots["model.layers.0.mlp.experts.1.gate_proj.input"]
+    statistics.of(slot).tokens.fill_(1)
+    calibration.finalize()
+    report = report_of(calibration)
+    (layer,) = report.experts
+    assert (layer.module, layer.starved) == ("model.layers.0.mlp.experts", (1,))
+    assert layer.tokens[1] == 1
+    assert len(layer.tokens) == 4
+    (text,) = (f.text for f in report.findings if f.about == layer.module)
+    assert text.startswith("1 of 4 experts saw too few tokens")
+    assert text.endswith("They have the range of their layer.")

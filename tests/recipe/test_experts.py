@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import batch, gpt_oss, mixtral, qwen3_moe
+from families import batch, deepseek_v3, glm4_moe, gpt_oss, mixtral, olmoe, qwen3_moe
 from peer import assert_same_tensors, batches, preset, quantized
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -24,13 +24,19 @@ pytestmark = [
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
 HEADS = {"head_dim": 32, "moe_intermediate_size": 128}
+LATE = {
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,  # the peer would look for them in the original checkpoint
+}
 IGNORED = ["lm_head", "re:.*mlp[.]gate$"]
 EXPERTS = "model.layers.0.mlp.experts"
 PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]
 
 
 def model_of(family: Any) -> Any:
-    return family(**{**SIZES, **(HEADS if family is not mixtral else {})}).to(torch.bfloat16)
+    of_family = {mixtral: {}, olmoe: {}, deepseek_v3: LATE, glm4_moe: LATE}
+    return family(**{**SIZES, **of_family.get(family, HEADS)}).to(torch.bfloat16)
 
 
 def recipe_of(name: str, **fields: Any) -> Recipe:
@@ -141,18 +147,29 @@ def test_the_finalized_graph_quantizes_the_inputs_of_each_expert(name: str) -> N
         torch.testing.assert_close(exported(**data[0], use_cache=False).logits, expected)
 
 
-@pytest.mark.parametrize("family", [qwen3_moe, mixtral])
-@pytest.mark.parametrize("name", ["FP8", "NVFP4"])
+@pytest.mark.parametrize(
+    ("family", "name", "experts"),
+    [
+        (qwen3_moe, "FP8", "routed"),
+        (qwen3_moe, "FP8", "all"),
+        (qwen3_moe, "NVFP4", "routed"),
+        (mixtral, "NVFP4", "routed"),
+        (olmoe, "FP8", "routed"),
+        (deepseek_v3, "FP8", "routed"),
+        (glm4_moe, "NVFP4", "routed"),
+    ],
+)
 def test_static_checkpoints_are_those_of_llm_compressor(
-    name: str, family: Any, tmp_path: Path
+    family: Any, name: str, experts: Any, tmp_path: Path
 ) -> None:
     """But for the last bits of scales of inputs, as it multiplies with one expert at a time."""
     model = model_of(family).float()
     model.set_attn_implementation("eager")
     data = batches(2, padded=False)
-    calibrated(model, recipe_of(name), data).save(tmp_path / "own", report=False)
+    own_recipe = recipe_of(name, experts=experts)
+    calibrated(model, own_recipe, data).save(tmp_path / "own", report=False)
     recipe = preset(name, ignore=IGNORED)
-    options = {"save_to": tmp_path / "peer", "moe_calibrate_all_experts": False}
+    options = {"save_to": tmp_path / "peer", "moe_calibrate_all_experts": experts == "all"}
     quantized(model, recipe, "basic", data, **options)
     own, peer = (load_file(tmp_path / who / "model.safetensors") for who in ("own", "peer"))
     if family is mixtral:  # the peer renames its experts, and transformers does not find them

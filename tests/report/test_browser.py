@@ -16,6 +16,7 @@ from inlay.report import (
     Change,
     Distribution,
     EqualizedValue,
+    ExpertLayer,
     Finding,
     LayerError,
     ReportData,
@@ -156,6 +157,26 @@ def test_equalized_channels_are_listed_and_the_rest_explained(
     assert "123 \u2192 2" in items[1]
     page.locator("#equalized details summary").click()
     assert "fc0, fc1: add reads it too" in page.locator("#equalized details").inner_text()
+
+
+def test_tokens_of_experts_are_a_map_that_names_what_is_under_the_pointer(show: Open) -> None:
+    page = show(empty_report())
+    assert not page.locator("#experts-section").is_visible()
+    layers = [
+        ExpertLayer(module=f"model.layers.{n}.mlp.experts", tokens=(90, 0, 110, 3), starved=(1, 3))
+        for n in range(3)
+    ]
+    page = show(replace(empty_report(), experts=tuple(layers)))
+    note = page.locator("#experts-note")
+    assert note.inner_text() == "6 of 12 experts saw no tokens, or few."
+    chart = page.locator("#experts-chart")
+    box = chart.bounding_box()
+    assert box is not None
+    assert box["width"] == 4 / 3 * box["height"]
+    chart.hover(position={"x": box["width"] * 5 / 8, "y": box["height"] / 2})
+    assert note.inner_text() == "model.layers.1.mlp.experts.2: 110 tokens"
+    page.mouse.move(0, 0)
+    assert note.inner_text().startswith("6 of 12")
 
 
 def test_the_worst_layer_is_named(show: Open, sample: ReportData) -> None:

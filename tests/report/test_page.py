@@ -21,6 +21,7 @@ from inlay.errors import CheckpointError, ConfigurationError
 from inlay.report import (
     Change,
     Distribution,
+    ExpertLayer,
     Finding,
     LayerError,
     ReportData,
@@ -100,6 +101,7 @@ reports = st.builds(
         )
     ),
     slots=several(slots),
+    experts=several(st.builds(ExpertLayer, module=texts, tokens=several(counts))),
     findings=several(
         st.builds(
             Finding,

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from families import WITH_EXPERTS, batch, mixtral, qwen3_moe
-from routed import assert_observed, routed_rows
+from routed import assert_observed, everywhere_rows, routed_rows
 
-from inlay import Calibration, Observer, Recipe, StatisticsError
+from inlay import Calibration, ConfigurationError, Observer, Recipe, StatisticsError
 from inlay.observers import StaticMinMaxObserver
 from inlay.observers.measuring import Tensors
 from inlay.statistics.coverage import Coverage, coverage
@@ -254,3 +254,75 @@ def test_rewinding_forgets_what_experts_saw_since() -> None:
     for name, now in known.snapshot().items():
         assert int(now.tokens) == int(before[name].tokens)
         assert all(torch.equal(now.tensors[key], t) for key, t in before[name].tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("FP8", {}),
+        ("FP8", {"observer": "memoryless_mse"}),
+        ("FP8_DYNAMIC", {"observer": "memoryless_mse", "observer_kwargs": {"patience": 1}}),
+        ("FP8_BLOCK", {"block_structure": [48, 32]}),
+        ("W4A16_ASYM", {"group_size": 32, "observer": "memoryless_mse"}),
+        ("W4A16", {"group_size": 32, "observer": "imatrix_mse"}),
+        ("NVFP4A16", {"observer": "memoryless_mse"}),
+    ],
+)
+def test_weights_together_have_the_scales_of_one_by_one(
+    name: str, weights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mixtral(**WIDE)
+    recipe = Recipe.from_preset(name, weights=weights, **FP8)
+    monkeypatch.setattr("inlay.statistics.expert_weights._TOGETHER", 3 * 64 * 64)
+    found = observed(model, recipe, [batch(model)]).finalize()
+    monkeypatch.setattr("inlay.statistics.finalize.observe_expert_weights", lambda *_: set())
+    expected = observed(model, recipe, [batch(model)]).finalize()
+    assert found.keys() == expected.keys()
+    for slot, qparams in expected.items():
+        for key in ("scale", "zero_point", "global_scale"):
+            own, theirs = found[slot].get(key), qparams.get(key)
+            assert own is theirs is None or torch.equal(own.float(), theirs.float()), (slot, key)
+
+
+@pytest.mark.parametrize("name", ["W4A16", "NVFP4A16"])
+def test_gate_and_up_share_a_global_scale(name: str) -> None:
+    model = mixtral(**WIDE)
+    recipe = Recipe.from_preset(name, weights={"group_size": 16}, **FP8)
+    found = Calibration(model, recipe, compiler="eager", progress=False).finalize()
+    for number in range(4):
+        gate, up, down = (
+            found[f"model.layers.0.mlp.experts.{number}.{part}_proj.weight"]["global_scale"]
+            for part in ("gate", "up", "down")
+        )
+        assert (gate is None) == (name == "W4A16")
+        assert gate is None or (torch.equal(gate, up) and not torch.equal(gate, down))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+def test_every_expert_may_be_given_every_token(family: str) -> None:
+    """Also one that the model never chooses; what the model computes stays."""
+    model = WITH_EXPERTS[family](num_hidden_layers=2)
+    batches = [padded(model, 0, 6), padded(model, 1, 9)]
+    recipe = Recipe.from_preset("FP8", experts="all", **FP8)
+    calibration = observed(model, recipe, batches)
+    rows = everywhere_rows(model, batches)
+    for slot in calibration.plan.activation_slots():
+        known = calibration.statistics.of(slot)
+        if slot.module not in calibration.plan.experts:
+            continue
+        assert int(known.tokens) == sum(int(one["attention_mask"].sum()) for one in batches)
+        low = torch.stack([value.amin() for value in rows[slot.module]]).amin()
+        high = torch.stack([value.amax() for value in rows[slot.module]]).amax()
+        torch.testing.assert_close(known.tensors["min_vals"], low.reshape(1))
+        torch.testing.assert_close(known.tensors["max_vals"], high.reshape(1))
+    calibration.finalize()
+    with torch.no_grad():
+        quantized = torch.compile(model, backend=calibration.backend)(**batches[0])[0]
+        torch.testing.assert_close(quantized, model(**batches[0])[0], atol=0.1, rtol=0.1)
+
+
+def test_statistics_of_all_tokens_are_not_taken_for_those_of_routed_ones() -> None:
+    model = mixtral(**WIDE)
+    stored = observed(model, Recipe.from_preset("FP8", **FP8), [batch(model)]).stored()
+    with pytest.raises(ConfigurationError, match='experts="routed", and the recipe asks for'):
+        Calibration.from_statistics(model, Recipe.from_preset("FP8", experts="all", **FP8), stored)

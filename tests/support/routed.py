@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.integrations import moe
 
@@ -92,3 +94,28 @@ def assert_observed(statistics: Statistics, slot: Slot, seen: list[torch.Tensor]
     assert int(statistics.tokens) == sum(map(len, seen))
     for name, tensor in statistics.tensors.items():
         assert torch.equal(tensor, getattr(observer, name)), (slot.name, name)
+
+
+@torch.no_grad()
+def everywhere_rows(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Rows:
+    """What each projection of each expert would get of all tokens, as in llm-compressor."""
+    found: Rows = {}
+    for batch in batches:
+        mask = batch["attention_mask"].flatten().bool()
+        with ExitStack() as hooks:
+            for name, experts in experts_in_one_parameter(model):
+                record = partial(_record_everywhere, name, found, mask)
+                hooks.callback(experts.register_forward_pre_hook(record).remove)
+            model(**batch)
+    return found
+
+
+def _record_everywhere(
+    name: str, found: Rows, mask: torch.Tensor, module: Any, args: tuple[torch.Tensor, ...]
+) -> None:
+    rows = args[0].reshape(-1, args[0].shape[-1])[mask]
+    for number, weight in enumerate(module.gate_up_proj):
+        gate, up = F.linear(rows, weight).chunk(2, -1)
+        given = (rows, rows, module.act_fn(gate) * up)
+        for projection, value in zip(PROJECTIONS, given, strict=True):
+            found.setdefault(f"{name}.{number}.{projection}", []).append(value)

@@ -101,6 +101,7 @@ class Calibration:
         calibration can be finalized as it is, or observe more batches before.
         """
         calibration = cls(model, with_gathering_observers(recipe, stored.slots), **options)
+        _require_same_tokens(calibration.plan, stored)
         calibration.statistics.restore(stored.slots)
         calibration.equalization.restore(stored, model)
         calibration.data_seen = stored.data_seen
@@ -384,6 +385,17 @@ class Calibration:
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
         return explain(self.statistics, self.graphs, self.tiers, self.equalization.described())
+
+
+def _require_same_tokens(plan: Plan, stored: StoredStatistics) -> None:
+    """Refuse statistics of experts that were given all tokens for those that were not, and back."""
+    gathered, wanted = stored.recipe.get("experts", "routed"), plan.recipe.experts
+    of_experts = any(known.slot.module in plan.experts for known in stored.slots.values())
+    if of_experts and (gathered == "all") != (wanted == "all"):
+        raise ConfigurationError(
+            f'the stored statistics of experts were gathered with experts="{gathered}", and the '
+            f'recipe asks for experts="{wanted}"; calibrate again, or give the recipe the same'
+        )
 
 
 def _call(run: Callable[..., Any], batch: Any) -> Any:

@@ -16,7 +16,7 @@ from inlay.passes import (
     OutlineRepeats,
     PruneUnobserved,
 )
-from inlay.recipe import Plan
+from inlay.recipe import Experts, Plan
 
 __all__ = ["Pipelines", "Purpose"]
 
@@ -54,7 +54,7 @@ class Pipelines:
             without.append(PruneUnobserved)
         if self.count_padding:
             without.append(LeaveOutPadding)
-        return self._without(*without)
+        return self._without(*without, experts=self.plan.recipe.experts)
 
     def quantizing(
         self, qparams: Mapping[str, QParamsDict], equalized: EqualizedParameters
@@ -76,8 +76,9 @@ class Pipelines:
         """From a whole graph to regions that are compiled on their own, if these are wanted."""
         return Pipeline(tuple(p for p in self._all().passes if isinstance(p, OutlineRepeats)))
 
-    def _without(self, *left_out: type[Pass]) -> Pipeline:
-        return Pipeline(tuple(p for p in self._all().passes if not isinstance(p, left_out)))
+    def _without(self, *left_out: type[Pass], experts: Experts = "routed") -> Pipeline:
+        passes = self._all(experts=experts).passes
+        return Pipeline(tuple(p for p in passes if not isinstance(p, left_out)))
 
-    def _all(self) -> Pipeline:
-        return Pipeline.of(self.prepare, plan=self.plan)
+    def _all(self, experts: Experts = "routed") -> Pipeline:
+        return Pipeline.of(self.prepare, plan=self.plan, experts=experts)

@@ -72,6 +72,7 @@ class ExpertTokens(str, Enum):
     ROUTED = "routed"
     FILL = "fill"
     LAYER = "layer"
+    ALL = "all"
 
 
 class Accepted(str, Enum):
@@ -154,7 +155,7 @@ ExpertsOption = Annotated[
     typer.Option(
         help="Whose tokens the scales of an expert's inputs rest on: those that are [b]routed[/b] "
         "to it; the same, but those of its layer where these are few ([b]fill[/b]); always those "
-        "of its [b]layer[/b].",
+        "of its [b]layer[/b]; or [b]all[/b], sent through every expert.",
         show_default="routed",
         rich_help_panel=QUANTIZATION,
     ),

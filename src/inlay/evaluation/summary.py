@@ -23,6 +23,7 @@ from inlay.ranges.float_histogram import Histogram
 from inlay.recipe import Plan, Slot, format_in_words, recipe_text, scheme_in_words
 from inlay.report.data import (
     EqualizedValue,
+    ExpertLayer,
     Finding,
     LayerError,
     ReportData,
@@ -32,6 +33,7 @@ from inlay.report.data import (
 )
 from inlay.run_record import Record, model_name
 from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.statistics.coverage import coverage
 
 __all__ = ["report_of", "slot_records"]
 
@@ -102,6 +104,10 @@ def report_of(
             UnequalizedValue(module=module, reason=reason)
             for module, reason in calibration.equalization.refused.items()
         ),
+        experts=tuple(
+            ExpertLayer(module=each.experts, tokens=each.tokens, starved=tuple(each.starved))
+            for each in coverage(statistics)
+        ),
     )
 
 
@@ -126,6 +132,7 @@ def _findings(
         ],
     )
     yield from _about_experts(statistics.plan)
+    yield from _about_coverage(statistics)
     yield from _about_comparison(comparison)
     if any(s.distribution is not None and s.kind in "qkv" and s.scale_count > 1 for s in slots):
         text = "Distributions of queries, keys and values combine all heads."
@@ -142,6 +149,27 @@ def _about_experts(plan: Plan) -> Iterable[Finding]:
             text=f"The experts of {names[0]} and {len(names) - 1:,} more modules stay in full "
             f"precision: {reason}.",
         )
+
+
+_TAKEN = {
+    "fill": "They have the range of their layer.",
+    "layer": "All experts of the layer have its range.",
+}
+
+
+def _about_coverage(statistics: StatisticsBySlot) -> Iterable[Finding]:
+    """Warn of experts that saw no token, or few."""
+    recipe = statistics.plan.recipe
+    advice = 'calibrate on more data, or set experts="fill" in the recipe.'
+    for each in coverage(statistics):
+        if each.starved:
+            yield Finding(
+                severity="warning",
+                about=each.experts,
+                text=f"{len(each.starved)} of {len(each.tokens)} experts saw too few tokens for "
+                f"scales of their own: {each}. "
+                + _TAKEN.get(recipe.experts, f"Their scales rest on little data; {advice}"),
+            )
 
 
 def _about_comparison(comparison: Comparison | None) -> Iterable[Finding]:

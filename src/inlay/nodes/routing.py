@@ -47,6 +47,9 @@ def routing_of(product: Node) -> Routing | None:
 
 def routing_by(ends: Node) -> Routing:
     """Read from where the rows of each expert end how rows are routed."""
+    everywhere = _everywhere(ends)
+    if everywhere is not None:
+        return everywhere
     for quotient in _token_numbers(ends):
         for user in quotient.users:
             if _name(user) in _SELECTIONS and quotient in _flat(user.args[1:]):
@@ -54,6 +57,16 @@ def routing_by(ends: Node) -> Routing:
                 if isinstance(source, Node):
                     return Routing(ends, quotient, source)
     return Routing(ends, None, None)
+
+
+def _everywhere(ends: Node) -> Routing | None:
+    """The routing of a node that gives every token to every expert."""
+    every = ends.args[0] if ends.target is operator.getitem else None
+    if not isinstance(every, Node) or getattr(every.target, "__name__", "") != "every_token":
+        return None
+    tokens = next(user for user in every.users if user.args[1] == 2)
+    source = every.args[0]
+    return Routing(ends, tokens, source if isinstance(source, Node) else None)
 
 
 def _token_numbers(ends: Node) -> Iterator[Node]:

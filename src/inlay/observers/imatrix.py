@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,29 @@ class IMatrixMSEObserver(MeasuringObserver):
         if valid is not None:
             observed = observed[valid]
         found = self.search(observed, self._importance(observed))
+        return dict(zip(("min_vals", "max_vals"), found, strict=True))
+
+    @classmethod
+    def measure_weights(
+        cls, observers: Sequence[MeasuringObserver], observed: torch.Tensor
+    ) -> Tensors:
+        search = None
+        importance: list[torch.Tensor | None] = []
+        for observer, own in zip(observers, observed, strict=True):
+            assert isinstance(observer, IMatrixMSEObserver)
+            importance.append(observer._importance(own.unsqueeze(0)))
+            search = observer.search
+        assert search is not None
+        known = [each for each in importance if each is not None]
+        if len(known) == len(importance):
+            found = search.each(observed, torch.cat(known))
+        else:  # the search of some is uniform
+            alone = [
+                search(own.unsqueeze(0), weights)
+                for own, weights in zip(observed, importance, strict=True)
+            ]
+            low, high = zip(*alone, strict=True)
+            found = torch.stack(low), torch.stack(high)
         return dict(zip(("min_vals", "max_vals"), found, strict=True))
 
     def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:

@@ -1,11 +1,12 @@
 """Observers that measure each value alone, then merge the result into their statistics."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from inlay.observers.base import Observer
+from inlay.observers.helpers import flatten_for_calibration
 from inlay.ranges.parts import Parts
 from inlay.reductions import MAXIMUM, MINIMUM, SUM, Reduction, reduction_of
 
@@ -67,6 +68,43 @@ class MeasuringObserver(Observer):
             if f"{whole}_parts" in vars(base):
                 return base is not MeasuringObserver
             if whole in vars(base):  # a subclass that measures otherwise
+                return False
+        return False
+
+    @classmethod
+    def measure_weights(
+        cls, observers: Sequence["MeasuringObserver"], observed: torch.Tensor
+    ) -> Tensors:
+        """Compute the statistics of several weights at once, each for an observer of its own.
+
+        :param observed: of shape (weights, *qparam_shape, group_size)
+        :return: the statistics, along a first dimension of weights
+        """
+        raise NotImplementedError
+
+    @classmethod
+    @torch.no_grad()
+    def observe_weights(
+        cls, observers: Sequence["MeasuringObserver"], weights: torch.Tensor
+    ) -> None:
+        """Let observers of one class with equal arguments see a weight each, all at once.
+
+        :param weights: of shape (observers, rows, columns)
+        """
+        args = observers[0].args
+        flat = torch.func.vmap(lambda weight: flatten_for_calibration(weight, "weight", args))
+        measured = cls.measure_weights(observers, flat(weights).squeeze(1))
+        for number, observer in enumerate(observers):
+            observer._take_in({name: values[number] for name, values in measured.items()})
+            observer._unsynced_observations += 1
+
+    @classmethod
+    def measures_weights(cls) -> bool:
+        """Tell whether several weights can be measured at once, exactly as one by one."""
+        for base in cls.__mro__:
+            if "measure_weights" in vars(base):
+                return base is not MeasuringObserver
+            if "measure" in vars(base):  # a subclass that measures otherwise
                 return False
         return False
 

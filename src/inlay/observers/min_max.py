@@ -1,7 +1,7 @@
 """Observers whose range goes from the smallest to the largest value."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -35,6 +35,12 @@ class MemorylessMinMaxObserver(MeasuringObserver):
 
     def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
         return _min_max_of_parts(observed, parts)
+
+    @classmethod
+    def measure_weights(
+        cls, observers: Sequence[MeasuringObserver], observed: torch.Tensor
+    ) -> Tensors:
+        return _min_max(observed.unsqueeze(0), None)
 
 
 @Observer.register("static_minmax")

@@ -1,5 +1,7 @@
 """Observers whose range is the part of the observed range that loses least."""
 
+from collections.abc import Sequence
+
 import torch
 
 from inlay.observers.base import Observer
@@ -51,6 +53,14 @@ class MemorylessMSEObserver(MeasuringObserver):
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         found = self.search(observed) if valid is None else self.search.among(observed, valid)
         return dict(zip(("min_vals", "max_vals"), found, strict=True))
+
+    @classmethod
+    def measure_weights(
+        cls, observers: Sequence[MeasuringObserver], observed: torch.Tensor
+    ) -> Tensors:
+        first = observers[0]
+        assert isinstance(first, MemorylessMSEObserver)
+        return dict(zip(("min_vals", "max_vals"), first.search.each(observed), strict=True))
 
 
 @Observer.register("mse")

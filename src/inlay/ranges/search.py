@@ -96,26 +96,59 @@ class RangeSearch:
         return self(fill_invalid(observed, valid), as_weights(valid, observed))
 
     @torch.no_grad()
+    def each(self, observed: torch.Tensor, importance: torch.Tensor | None = None) -> Range:
+        """Find the ranges of several tensors at once, each with a patience of its own.
+
+        :param observed: of shape (tensors, *qparam_shape, group_size): one observation of each
+        :param importance: weight of each value's error, broadcastable to `observed`
+        :return: minimum and maximum of the best range, each of shape (tensors, *qparam_shape)
+        """
+        count, shape = len(observed), observed.shape[:-1]
+        together = observed.flatten(0, 1).unsqueeze(0)
+        weights = None
+        if importance is not None:
+            weights = importance.expand(observed.shape).flatten(0, 1).unsqueeze(0)
+        if not self.shrinks:
+            low, high = full_range(together, self.expand)
+        elif together.numel() < COMPILE_FROM or observed.ndim < 4:
+            low, high = self._specification(together, weights, count)
+        else:
+            low, high = self._compiled(together, weights, count)
+        return low.reshape(shape), high.reshape(shape)
+
+    @torch.no_grad()
     def specification(
         self, observed: torch.Tensor, importance: torch.Tensor | None = None
     ) -> Range:
         """Search as defined: try one candidate after another until patience runs out."""
+        return self._specification(observed, importance, 1)
+
+    def _specification(
+        self, observed: torch.Tensor, importance: torch.Tensor | None, tensors: int
+    ) -> Range:
+        """Search as defined, for equal parts of the first dimension of qparams by themselves."""
         min_vals = torch.amin(observed, dim=(0, -1)) * self.expand
         max_vals = torch.amax(observed, dim=(0, -1)) * self.expand
         best_min, best_max = min_vals, max_vals
         best_error = torch.full_like(min_vals, torch.inf, dtype=error_dtype(observed))
-        without_gain = 0
+        without_gain = torch.zeros(tensors, dtype=torch.int64, device=observed.device)
+        left = None  # of which tensors patience has not run out, once it has of some
 
         for shrink in self.shrinks:
             low, high = min_vals * shrink, max_vals * shrink
             error = self.error(observed, low, high, importance)
             better = error < best_error
+            if left is not None:
+                better &= _beside(left, better)
             best_error = torch.where(better, error, best_error)
             best_min = torch.where(better, low, best_min)
             best_max = torch.where(better, high, best_max)
-            without_gain = 0 if bool(better.any()) else without_gain + 1
-            if self.patience is not None and without_gain >= self.patience:
-                break
+            gained = better.reshape(tensors, -1).any(1)
+            without_gain = torch.where(gained, 0, without_gain + 1)
+            if self.patience is not None and not bool(gained.all()):
+                left = without_gain < self.patience
+                if not bool(left.any()):
+                    break
 
         return best_min, best_max
 
@@ -199,8 +232,14 @@ class RangeSearch:
         best = first_best(torch.where(tried, errors, torch.inf))
         return select(low, high, shrinks, best)
 
-    def _compiled(self, observed: torch.Tensor, importance: torch.Tensor | None) -> Range:
-        """Search with a compiled kernel, over chunks of rows that share one decision to stop."""
+    def _compiled(
+        self, observed: torch.Tensor, importance: torch.Tensor | None, tensors: int = 1
+    ) -> Range:
+        """Search with a compiled kernel, over chunks of rows.
+
+        :param tensors: how many tensors there are along the first dimension of qparams; the rows
+            of each share one decision to stop
+        """
         rows = as_rows(observed)
         weights = None if importance is None else as_rows(importance.expand(observed.shape))
         chunks = chunks_of(rows, weights, len(self.shrinks))
@@ -219,17 +258,39 @@ class RangeSearch:
         for chunk, weight in chunks:
             result = kernel(chunk, shrinks, *weight)
             if result is None:  # compilation is switched off
-                return self.specification(observed, importance)
+                return self._specification(observed, importance, tensors)
             low, high, errors = result
             lows.append(low)
             highs.append(high)
             bests.append(first_best(errors).to(torch.int16))  # small: one is kept for every group
         best = torch.cat(bests).long()
-        if self.patience is not None and _stopped_early(best, len(shrinks), self.patience):
+        early = [
+            self.patience is not None and _stopped_early(own, len(shrinks), self.patience)
+            for own in best.tensor_split(tensors)
+        ]
+        if tensors == 1 and early[0]:
             single = errors if len(chunks) == 1 else None
             best = self._within_patience(kernel, chunks, shrinks, single)
         low, high = select(torch.cat(lows), torch.cat(highs), shrinks, best)
-        return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
+        low, high = low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
+        if tensors > 1:
+            self._search_again(early, observed, importance, (low, high))
+        return low, high
+
+    def _search_again(
+        self,
+        early: list[bool],
+        observed: torch.Tensor,
+        importance: torch.Tensor | None,
+        found: Range,
+    ) -> None:
+        """Write the ranges of tensors for which patience may have run out, searched alone."""
+        step = observed.shape[1] // len(early)
+        for number in (number for number, is_early in enumerate(early) if is_early):
+            rows = slice(number * step, (number + 1) * step)
+            weights = None if importance is None else importance[:, rows]
+            for whole, own in zip(found, self._compiled(observed[:, rows], weights), strict=True):
+                whole[rows] = own
 
     def _within_patience(
         self,
@@ -270,6 +331,12 @@ def differences(
     quantized = fake_quantize(observed, scale.unsqueeze(-1), offset, per_row).to(observed.dtype)
     difference: torch.Tensor = quantized.to(error_dtype(observed)).sub_(observed).abs_()
     return difference
+
+
+def _beside(flags: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Repeat a flag of each tensor for all its groups, which are equal parts of the first ones."""
+    of_rows = flags.repeat_interleave(groups.shape[0] // len(flags))
+    return of_rows.reshape(-1, *[1] * (groups.ndim - 1))
 
 
 def _stopped_early(best: torch.Tensor, candidates: int, patience: int) -> bool:

@@ -32,11 +32,12 @@ AUTO_STRENGTH: Literal["auto"] = "auto"
 # How much of the size of a channel moves into the weights: a number, or chosen for each value.
 Strength = float | Literal["auto"]
 # Which tokens the scales of an expert's inputs rest on.
-Experts = Literal["routed", "fill", "layer"]
+Experts = Literal["routed", "fill", "layer", "all"]
 EXPERTS: dict[Experts, str] = {
     "routed": "those that the model sends to it",
     "fill": "the same, and those of its layer where these are few",
     "layer": "those of its layer, whichever expert they were sent to",
+    "all": "all tokens, each sent through every expert to calibrate it",
 }
 
 _OWN_FIELDS = (

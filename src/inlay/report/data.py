@@ -11,6 +11,7 @@ __all__ = [
     "Change",
     "Distribution",
     "EqualizedValue",
+    "ExpertLayer",
     "Finding",
     "LayerError",
     "ReportData",
@@ -135,6 +136,18 @@ class UnequalizedValue:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLayer:
+    """How many tokens each expert of a layer has seen.
+
+    :param starved: the numbers of experts that saw none, or few
+    """
+
+    module: str
+    tokens: tuple[int, ...]
+    starved: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """A fact that a reader should know.
 
@@ -164,6 +177,7 @@ class ReportData:
     :param unequalized: inputs that could not be
     :param peak_memory: bytes of memory that no file backs, at their peak, if that was measured
     :param tokens_per_second: tokens over the time of the run without comparing, if it was streamed
+    :param experts: layers whose experts were observed, in the order of depth
     """
 
     title: str
@@ -188,6 +202,7 @@ class ReportData:
     unequalized: tuple[UnequalizedValue, ...] = ()
     peak_memory: int | None = None
     tokens_per_second: float | None = None
+    experts: tuple[ExpertLayer, ...] = ()
 
     def to_json(self) -> str:
         """Return strict JSON: words stand for numbers that JSON lacks."""

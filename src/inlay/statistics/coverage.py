@@ -87,7 +87,8 @@ def require_coverage(statistics: StatisticsBySlot, accept: Collection[str]) -> N
     raise StatisticsError(
         f"experts saw too few tokens for scales of their own: {named}{more}. Run more batches, or "
         'other kinds of text; set experts="fill" in the recipe, which gives these experts the '
-        'range of their layer, or experts="layer", which gives it to all' + _acceptable(refused)
+        'range of their layer, experts="layer", which gives it to all, or experts="all", which '
+        "calibrates every expert with every token" + _acceptable(refused)
     )
 
 

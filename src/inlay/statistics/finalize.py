@@ -12,6 +12,7 @@ from inlay.ranges.args import key_of
 from inlay.recipe import Plan, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.coverage import fill_experts, require_coverage
+from inlay.statistics.expert_weights import observe_expert_weights
 
 __all__ = ["ACCEPTABLE", "finalize", "known_words", "qparams_of"]
 
@@ -185,7 +186,9 @@ class _Finalization:
 
     def _observe_weights(self, observers: Mapping[str, Observer]) -> None:
         seen: set[int] = set()
-        for name, observer in watched(observers.items(), "observing weights", show=self.progress):
+        done = observe_expert_weights(self.plan, observers, self.weight_of, self.progress)
+        left = {name: observer for name, observer in observers.items() if name not in done}
+        for name, observer in watched(left.items(), "observing weights", show=self.progress):
             if id(observer) not in seen:
                 seen.add(id(observer))
                 observer(self.weight_of(self.plan.slots[name]).detach())
