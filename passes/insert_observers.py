@@ -25,7 +25,7 @@ from inlay.graph import (
     weight_use,
 )
 from inlay.nodes.observe import Observe, ObserveWeight
-from inlay.recipe import Slot
+from inlay.recipe import CHANNELS, Slot
 from inlay.statistics.rule import Rule
 
 __all__ = ["InsertObservers"]
@@ -45,7 +45,14 @@ class InsertObservers(Pass):
     The node stands right before the op that reads the value, so it sees what the op sees even if
     the value was changed in place before. Outputs are observed right after the op. A weight is the
     same for every batch; its node marks the place and runs once, at finalize.
+
+    Where the channels of an input are observed so that it can be equalized, an observer that has to
+    see the equalized input is left to a second run over the data, which observes nothing else.
+
+    :param second_run: whether the graph is that of the second run
     """
+
+    second_run: bool = False
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
@@ -60,7 +67,7 @@ class InsertObservers(Pass):
         for node in list(gm.graph.nodes):
             for base_name, slot in slots_of(node).items():
                 value = _value(gm, node, base_name)
-                if not slot.is_observed or value is None:
+                if value is None or not self._is_wanted(node, slot):
                     continue
                 # A module may be called twice with a value that is changed in between.
                 is_output = base_name == "output"
@@ -88,8 +95,13 @@ class InsertObservers(Pass):
         observed = {slot.name for node in gm.graph.nodes for slot in observes(node)}
         for node in gm.graph.nodes:
             for slot in slots_of(node).values():
-                if slot.is_observed and slot.name not in observed:
+                if self._is_wanted(node, slot) and slot.name not in observed:
                     raise GraphError(f"{slot.name} at node {node.name} is not observed")
+
+    def _is_wanted(self, node: Node, slot: Slot) -> bool:
+        """Whether a slot of an op is observed, in this run over the data."""
+        is_left_for_second = CHANNELS in slots_of(node) and slot.sees_scaled
+        return slot.is_observed and (slot.is_weight or is_left_for_second == self.second_run)
 
     def _insert(
         self, graph: Graph, node: Node, value: Node, slot: Slot, targets: "_Targets"

@@ -28,12 +28,14 @@ class Batches:
 
     :param source: description of the source, for people
     :param samples: how many rows calibrate; None if that is known only after reading them
+    :param can_repeat: whether they can be read again
     """
 
     source: str
     calibration: Iterable[Batch]
     held_out: list[Batch]
     samples: int | None
+    can_repeat: bool = True
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.calibration)
@@ -93,6 +95,7 @@ def batches_of(
             calibration=_Restartable(lambda: batched(opened)),
             held_out=[],
             samples=None,
+            can_repeat=opened.again is not None,
         )
     weight = _count_one if opened.holds_rows else _row_count
     used, kept = _split(opened, weight, samples, held_out)

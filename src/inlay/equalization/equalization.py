@@ -12,14 +12,22 @@ from inlay.collectives import from_all_ranks
 from inlay.equalization.collected import CollectedGroups
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
-from inlay.equalization.scales import Reader, scales_of
+from inlay.equalization.scales import Reader, Scales, scales_of
 from inlay.errors import StatisticsError
+from inlay.graph import Equalizable, Lookup
 from inlay.recipe import Plan, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.on_disk import StoredStatistics
 from inlay.statistics.value import Statistics, measure
 
 __all__ = ["Equalization", "EqualizedGroup"]
+
+WeightOf = Callable[[str], torch.Tensor]
+
+_SECOND_RUN = (
+    "the data is run twice: first for the ranges of channels and for what equalization leaves "
+    "alone, then for the inputs that are equalized, whose observers have to see them scaled"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +60,32 @@ class Equalization:
             self.parameters.name_of, lambda weight: plan.owner(weight, "linear")
         )
         self.done: tuple[EqualizedGroup, ...] = ()
+        self._scales: dict[Group, Scales] = {}
+        # Whether the scales stay as they are, because data is observed through scaled parameters.
+        self.is_settled = False
+
+    def take_in(self, found: Equalizable, lookup: Lookup) -> None:
+        """Take in what a graph says, for the parameters that it is called with.
+
+        :raises StatisticsError: if parameters are scaled already that this graph does not let scale
+        """
+        self.collected.add(found, lookup)
+        lost = self._scales.keys() - set(self.collected.groups) if self.is_settled else ()
+        if lost:
+            names = ", ".join(sorted(group.name for group in lost))
+            raise StatisticsError(
+                f"a graph that the first run over the data did not meet uses the parameters of "
+                f"{names} otherwise, and their inputs are equalized already; run the same batches "
+                "both times"
+            )
 
     def restore(self, stored: StoredStatistics, model: nn.Module) -> None:
-        """Take in the groups of stored statistics.
+        """Take in the groups of stored statistics, and the scales if these were settled.
 
-        :raises StatisticsError: if they were gathered without the ranges of channels
+        :raises StatisticsError: if they were gathered without the ranges of channels, or from
+            inputs that were equalized otherwise
         """
+        _require_same_strength(stored, self.plan)
         if self.plan.recipe.equalize is None:
             return
         if "equalize" not in stored.recipe:
@@ -70,6 +98,16 @@ class Equalization:
             map(Group.from_plain, stored.groups),
             lambda reader: self._name_of(model.get_parameter(f"{reader}.weight")),
         )
+        if stored.is_second_run and self.plan.needs_second_run:
+            self._scales = {
+                group: Scales(
+                    values=stored.scales[group.name], strength=stored.strengths[group.name]
+                )
+                for group in self.collected.groups
+                if group.name in stored.scales
+            }
+            self._scale_parameters()
+            self.is_settled = True
 
     def _name_of(self, weight: torch.Tensor) -> str:
         name = self.parameters.name_of(weight)
@@ -80,12 +118,16 @@ class Equalization:
         """The groups, to be kept on disk."""
         return tuple(group.to_plain() for group in self.collected.groups)
 
+    def settled(self) -> dict[str, Scales]:
+        """The scales that data is observed with, by group, to be kept on disk."""
+        return {group.name: s for group, s in self._scales.items()} if self.is_settled else {}
+
     def described(self) -> list[str]:
         """Say what is equalized and what is not, and why, a line for each value."""
         if self.plan.recipe.equalize is None:
             return []
         known = {each.group: each for each in self.done}
-        lines = []
+        lines = [_SECOND_RUN] if self.plan.needs_second_run else []
         for group in self.collected.groups:
             scaled = ", ".join(producer.parameter for producer in group.producers)
             line = f"{', '.join(group.readers)}: channels can be equalized, in {scaled}"
@@ -100,41 +142,57 @@ class Equalization:
         """Why the inputs of modules are not equalized, by module."""
         return self.collected.refused
 
-    def apply(self, statistics: StatisticsBySlot, weight_of: Callable[[str], torch.Tensor]) -> None:
+    def apply(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
         """Choose scales, have parameters scaled, and say what the slots would have seen.
 
         :param weight_of: gives the weight of a module as the model has it
         """
-        strength = self.plan.recipe.equalize
-        if strength is None:
+        if self.plan.recipe.equalize is None:
             return
-        self._agree_over_ranks(weight_of)
-        scales: dict[Group, torch.Tensor] = {}
+        if not self.is_settled:
+            self._choose(statistics, weight_of)
         rescaled: dict[str, Statistics] = {}
         done = []
-        for group in self.collected.groups:
+        for group, scales in self._scales.items():
             ranges = _ranges(group, statistics)
             if ranges is None:
-                continue
+                continue  # a rank that has seen nothing, while it goes through the data again
             low, high = ranges
-            readers = [self._reader(name, weight_of(name)) for name in group.readers]
-            found = scales_of(group, low, high, readers, strength)
-            scales[group] = found.values
-            rescaled.update(self._rescaled(group, statistics, low, high, found.values))
+            rescaled.update(self._rescaled(group, statistics, low, high, scales.values))
             sizes = torch.maximum(low.abs(), high.abs())
             done.append(
                 EqualizedGroup(
                     group=group,
-                    strength=found.strength,
+                    strength=scales.strength,
                     before=_unevenness(sizes),
-                    after=_unevenness(sizes / found.values.to(sizes)),
+                    after=_unevenness(sizes / scales.values.to(sizes)),
                 )
             )
-        self.parameters.scale(scales, self.collected.weight_of)
         statistics.rescaled = rescaled
         self.done = tuple(done)
 
-    def _agree_over_ranks(self, weight_of: Callable[[str], torch.Tensor]) -> None:
+    def settle(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+        """Choose scales for good, so that the equalized inputs can be observed."""
+        self._choose(statistics, weight_of)
+        self.is_settled = True
+
+    def _choose(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+        strength = self.plan.recipe.equalize
+        assert strength is not None
+        self._agree_over_ranks(weight_of)
+        self._scales = {}
+        for group in self.collected.groups:
+            ranges = _ranges(group, statistics)
+            if ranges is not None:
+                readers = [self._reader(name, weight_of(name)) for name in group.readers]
+                self._scales[group] = scales_of(group, *ranges, readers, strength)
+        self._scale_parameters()
+
+    def _scale_parameters(self) -> None:
+        values = {group: scales.values for group, scales in self._scales.items()}
+        self.parameters.scale(values, self.collected.weight_of)
+
+    def _agree_over_ranks(self, weight_of: WeightOf) -> None:
         """Equalize on all ranks what each rank with data would.
 
         A rank without data has traced nothing, and knows of no groups.
@@ -166,7 +224,7 @@ class Equalization:
         extremes = torch.stack([low, high]) / scales.to(low)
         for reader in group.readers:
             slots = self.plan.of_module(reader)
-            if slots["input"].is_observed:
+            if slots["input"].is_observed and not slots["input"].sees_scaled:
                 found[slots["input"].name] = _after(slots["input"], statistics, extremes)
             importance = slots["weight"].importance if "weight" in slots else None
             known = None if importance is None else statistics.of(importance)
@@ -195,6 +253,19 @@ def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> 
     known = statistics.of(slot)
     found = measure(slot, extremes)
     return found if known is None else replace(found, seen=known.seen, tokens=known.tokens)
+
+
+def _require_same_strength(stored: StoredStatistics, plan: Plan) -> None:
+    """Refuse statistics of equalized inputs for a recipe that equalizes them otherwise."""
+    if not stored.scales or not any(slot.base_name == "input" for slot in plan.activation_slots()):
+        return
+    strength = stored.recipe.get("equalize")
+    if plan.recipe.equalize != strength or not plan.needs_second_run:
+        raise StatisticsError(
+            f"the stored statistics are of inputs that were equalized with strength {strength}; "
+            "ask for the same strength and observer, or calibrate again with data. With "
+            "static_minmax statistics are stored that serve every strength"
+        )
 
 
 def _steps(args: QuantizationArgs) -> int:

@@ -197,6 +197,11 @@ class Plan:
             return ()
         return (slot.channels for slot in self.slots.values() if slot.base_name == "input")
 
+    @property
+    def needs_second_run(self) -> bool:
+        """Whether inputs have to be observed again, once it is known how they are equalized."""
+        return self.recipe.equalize is not None and any(s.sees_scaled for s in self.slots.values())
+
     def fused_groups(self) -> Iterable[tuple[str, list[str]]]:
         """Yield prefix and names of the layers that are served as one, as far as they exist."""
         parents = {slot.module.rpartition(".")[0] for slot in self.weight_slots()}

@@ -6,7 +6,12 @@ from typing import Any
 
 from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationStrategy
 
-from inlay.observers import ChannelRangeObserver, Observer, default_observer
+from inlay.observers import (
+    ChannelRangeObserver,
+    Observer,
+    StaticMinMaxObserver,
+    default_observer,
+)
 
 __all__ = ["BASE_NAMES", "CHANNELS", "IMPORTANCE", "Slot", "make_observer"]
 
@@ -132,6 +137,15 @@ class Slot:
     def channels(self) -> "Slot":
         """The slot that watches the channels of this input."""
         return Slot(self.module, CHANNELS, self.args)
+
+    @property
+    def sees_scaled(self) -> bool:
+        """Whether an equalized input has to be observed once its channels are scaled.
+
+        The range of `static_minmax` follows from the ranges of channels; others have to see it.
+        """
+        is_input = self.base_name == "input" and self.is_observed
+        return is_input and self.observer_class is not StaticMinMaxObserver
 
     def moved_to(self, module: str) -> "Slot":
         """Return the same slot of another module."""

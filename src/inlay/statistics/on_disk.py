@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ FOLDER_NAME = "statistics"  # in the folder of a checkpoint, where vLLM takes al
 _JSON_NAME = "statistics.json"
 _VERSION = 2
 _METADATA = "inlay"
+_SCALES = "equalized/"  # before the name of a group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,9 @@ class StoredStatistics:
     :param recipe: the fields of the `QuantizationConfig`
     :param slots: by name; slots that share their statistics have the same tensors
     :param groups: groups that can be equalized, as values that JSON keeps
+    :param is_second_run: whether inputs were observed with their channels scaled
+    :param scales: by group, if so
+    :param strengths: that the scales come from, by group
     """
 
     recipe: Mapping[str, Any]
@@ -99,6 +103,9 @@ class StoredStatistics:
     data: str = ""
     data_seen: DataSeen = DataSeen()
     groups: Sequence[Mapping[str, Any]] = ()
+    is_second_run: bool = False
+    scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    strengths: Mapping[str, float] = field(default_factory=dict)
 
     def save(self, folder: str | Path) -> Path:
         """Write `statistics.safetensors` and, for people, `statistics.json`.
@@ -125,6 +132,7 @@ class StoredStatistics:
                 "is_complete": known.is_complete,
                 "tensors": keys,
             }
+        tensors.update({f"{_SCALES}{name}": scale for name, scale in self.scales.items()})
         content = {
             "version": _VERSION,
             "inlay": __version__,
@@ -133,6 +141,8 @@ class StoredStatistics:
             "data_seen": asdict(self.data_seen),
             "recipe": self.recipe,
             "groups": list(self.groups),
+            "is_second_run": self.is_second_run,
+            "strengths": dict(self.strengths),
             "slots": described,
         }
         text = json.dumps(content, indent=1)
@@ -181,6 +191,13 @@ class StoredStatistics:
             data=content["data"],
             data_seen=DataSeen(**content["data_seen"]),
             groups=content.get("groups", ()),
+            is_second_run=content.get("is_second_run", False),
+            scales={
+                key.removeprefix(_SCALES): tensor
+                for key, tensor in tensors.items()
+                if key.startswith(_SCALES)
+            },
+            strengths=content.get("strengths", {}),
         )
 
     def merge(self, *others: "StoredStatistics") -> "StoredStatistics":
@@ -194,6 +211,14 @@ class StoredStatistics:
                 merged[name] = functools.reduce(merge, parts)
             except StatisticsError as error:
                 problems.append(f"{name}: {error}")
+        if any(
+            self.is_second_run != run.is_second_run or not _are_equal(self.scales, run.scales)
+            for run in others
+        ):
+            problems.append(
+                "they are of inputs that were equalized with other scales; calibrate in one run, "
+                "or with static_minmax, whose statistics are of inputs as they were"
+            )
         if problems:
             raise StatisticsError("these statistics cannot be merged: " + "; ".join(problems))
         of = [run.data_seen for run in runs]
@@ -210,6 +235,10 @@ class StoredStatistics:
                 padding_tokens=sum(p.padding_tokens for p in of),
             ),
         )
+
+
+def _are_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def problem_with(stored: Statistics, slot: Slot) -> str | None:

@@ -91,7 +91,7 @@ def calibrate(
         progress=progress,
     )
     if run.plan.needs_data:
-        _observe(run, batches, keeper, count_padding)
+        _observe_all(run, batches, keeper, count_padding)
     with stages(_SEARCHING):
         run.finalize(accept=accept)
     keeper.save(run)
@@ -129,6 +129,31 @@ def _restored(model: nn.Module, recipe: Recipe, stored: StoredStatistics, **opti
     return run
 
 
+def _observe_all(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool) -> None:
+    """Run the data, and once more if observers have to see inputs that are equalized by then."""
+    if not run.needs_second_run:  # or the second one was interrupted
+        _observe(run, batches, keeper, count_padding)
+        return
+    if not batches.can_repeat:
+        raise ConfigurationError(
+            f"the data is run twice, as the observers of equalized inputs have to see them, and "
+            f"{batches.source} can be read only once; pass a list, set the number of samples, or "
+            "observe inputs with static_minmax, which needs one run"
+        )
+    _observe(run, batches, keeper, count_padding)
+    seen = run.data_seen
+    with run.stages("equalizing"):
+        run.equalize()
+    keeper.save(run)
+    _observe(run, batches, keeper, count_padding)
+    if run.data_seen != seen:
+        raise StatisticsError(
+            f"the data was not the same when it was run a second time: {run.data_seen.tokens} "
+            f"tokens in {run.data_seen.batches} batches after {seen.tokens} in {seen.batches}; "
+            "give data that can be read twice, such as a list"
+        )
+
+
 def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool) -> None:
     model, already = run.model, run.data_seen
     again = DataSeen()  # batches that the interrupted run has observed already
@@ -138,7 +163,7 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
     show = run.show_progress
     if total is not None:
         run.expect(total - already.batches)
-    with Bar("calibrating", total=total, unit="tokens", show=show) as bar:
+    with Bar(_label(run), total=total, unit="tokens", show=show) as bar:
         for batch in batches:
             tokens, padding = count_tokens(batch)
             step = {"samples": _rows(batch), "tokens": tokens, "padding": padding}
@@ -168,6 +193,12 @@ def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool)
             "the recipe quantizes activations statically, or weighs weights by them, and there is "
             "no data to observe; give data"
         )
+
+
+def _label(run: Run) -> str:
+    if not run.plan.needs_second_run:
+        return "calibrating"
+    return "calibrating, run 2 of 2" if run.statistics.is_second_run else "calibrating, run 1 of 2"
 
 
 def _run_timed(run: Run, batch: Any) -> None:
