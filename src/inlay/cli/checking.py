@@ -7,6 +7,7 @@ import typer
 from inlay.cli.app import app
 from inlay.cli.arguments import (
     Download,
+    Equalize,
     GgufFile,
     Ignore,
     KvCacheOption,
@@ -36,6 +37,7 @@ def check(
     observer_file: ObserverFile = None,
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
+    equalize: Equalize = None,
     layers: Annotated[
         int, typer.Option(min=1, help="How many layers of the model to build at most.")
     ] = 2,
@@ -49,7 +51,7 @@ def check(
     Example: [b]inlay check ./SmolLM2 --scheme W8A8_STATIC[/b]
     """
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize=None)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
     wanted.require_recipe()
     from inlay.checkpoint.loading import random_model
     from inlay.workflow.checking import check_calibration
