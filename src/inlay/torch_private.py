@@ -39,7 +39,7 @@ __all__ = [
     "mark_varying",
     "module_behind",
     "new_graph_like",
-    "recompile_without_limit",
+    "observing_dynamo",
     "set_autocast",
     "set_grad_enabled",
     "share_memory",
@@ -216,18 +216,35 @@ def inductor_settings(**settings: Any) -> AbstractContextManager[None]:
     return patch
 
 
-def recompile_without_limit() -> AbstractContextManager[None]:
-    """Have Dynamo compile the code of a class anew for each of its models, however many there were.
+@contextmanager
+def observing_dynamo() -> Iterator[None]:
+    """Have Dynamo compile the code of a class anew for each of its models, and take no detours.
 
-    torch 2.6; `torch.compile(recompile_limit=…)` is public in 2.13 only.
+    However many models there were: `torch.compile(recompile_limit=…)` is public in 2.13 only. The
+    detours are for its logs: it empties the processor's caches to time the guards of each graph,
+    and reads source files for the names of functions. torch 2.6; what is missing is left alone.
     """
-    from torch._dynamo import config
+    from torch._dynamo import config, guards, symbolic_convert
 
     limit = 1 << 20
-    patch: AbstractContextManager[None] = config.patch(
-        recompile_limit=limit, accumulated_recompile_limit=limit
-    )
-    return patch
+    settings: dict[str, Any] = {"recompile_limit": limit, "accumulated_recompile_limit": limit}
+    if hasattr(config, "run_gc_after_compile"):
+        settings["run_gc_after_compile"] = False
+    detours = [
+        (guards, "profile_guard_manager", lambda *_: 0.0),
+        (symbolic_convert, "get_funcname", lambda *_: None),
+    ]
+    own = [(module, name, getattr(module, name, None)) for module, name, _ in detours]
+    with config.patch(**settings):
+        for (module, name, nothing), (*_, present) in zip(detours, own, strict=True):
+            if present is not None:
+                setattr(module, name, nothing)
+        try:
+            yield
+        finally:
+            for module, name, present in own:
+                if present is not None:
+                    setattr(module, name, present)
 
 
 def graph_break_errors() -> tuple[type[Exception], ...]:

@@ -24,13 +24,14 @@ from inlay.calibration.weights import Weights
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
+from inlay.memory import collecting_garbage_later, keeping_freed_memory, return_freed_memory
 from inlay.observers import QParamsDict
 from inlay.passes import PREPARE
 from inlay.recipe import Plan, Recipe
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.finalize import finalize
 from inlay.statistics.on_disk import DataSeen, StoredStatistics, with_gathering_observers
-from inlay.torch_private import recompile_without_limit
+from inlay.torch_private import observing_dynamo
 
 __all__ = ["Calibration"]
 
@@ -135,7 +136,12 @@ class Calibration:
         if self._graphs_run is None:
             self._graphs_run = self._compile_for_statistics()
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
-        with torch.no_grad(), recompile_without_limit():
+        with (
+            torch.no_grad(),
+            observing_dynamo(),
+            keeping_freed_memory(),
+            collecting_garbage_later(),
+        ):
             return self._graphs_run(*args, **given)
 
     @property
@@ -234,6 +240,7 @@ class Calibration:
                 "the same batches again, and finalize then. static_minmax needs no second run"
             )
         if not self.statistics.is_final:
+            return_freed_memory()  # of batches; weights need it now
             finalize(
                 self.statistics,
                 self._bindings.weights.plain,

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from inlay.torch_private import recompile_without_limit
+from inlay.torch_private import observing_dynamo
 
 __all__ = ["is_in_place", "traceable"]
 
@@ -41,7 +41,7 @@ def traceable(
     attention = _marked_attention if states else use_eager_attention
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(recompile_without_limit())  # a script may quantize many models
+        stack.enter_context(observing_dynamo())  # a script may quantize many models
         for context in (disable_cache, eval_context, disable_hf_kernels, DisableQuantization):
             stack.enter_context(context(model))
         stack.enter_context(_without_new_attributes(model))

@@ -13,7 +13,14 @@ from torch.overrides import TorchFunctionMode
 
 from inlay.torch_private import without_fake_mode, without_torch_function
 
-__all__ = ["EagerRounding", "as_rounded", "quantize_dequantize", "smallest_step", "stored"]
+__all__ = [
+    "EagerRounding",
+    "as_rounded",
+    "format_range",
+    "quantize_dequantize",
+    "smallest_step",
+    "stored",
+]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -74,7 +81,7 @@ def quantize_dequantize(
     scaled = as_rounded(value / scale if inverse is None else value * inverse, dtype)
     if zero_point is not None:
         scaled = as_rounded(scaled + zero_point, dtype)
-    low, high = (float(bound) for bound in _range(args))
+    low, high = (float(bound) for bound in format_range(args))
     quantized = _round(scaled.clamp(low, high), args)
     if zero_point is not None:
         quantized = quantized - zero_point
@@ -85,7 +92,8 @@ def quantize_dequantize(
     return as_rounded(quantized * scale, dtype)
 
 
-def _range(args: QuantizationArgs) -> tuple[float, float]:
+def format_range(args: QuantizationArgs) -> tuple[float, float]:
+    """Return the smallest and the largest number of the format."""
     # compressed-tensors caches these tensors forever, so they must be real ones.
     with without_fake_mode():
         low, high = calculate_range(args, torch.device("cpu"))

@@ -7,7 +7,8 @@ its quantized values, so the search minimizes the error that will really be made
 `RangeSearch.specification` defines the search, one candidate at a time. The same search is also
 one expression over all candidates, which Inductor turns into one loop nest: a group is read from
 memory once and stays in the cache while its candidates are tried. A traced graph contains the
-expression itself; an eager observer compiles it once per format for weights of every shape.
+expression itself; an eager observer compiles it once per format for weights of every shape. A
+single group, such as an activation with one scale, is searched from estimates instead (`replay`).
 """
 
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from inlay.ranges.candidates import (
 from inlay.ranges.kernels import Chunk, Kernel, as_rows, chunks_of, kernel_of
 from inlay.ranges.padding import as_weights, fill_invalid
 from inlay.ranges.qparams import qparams_of_range
+from inlay.ranges.replay import Estimate, best_candidate, can_be_estimated
 from inlay.ranges.rounding import stored
 
 __all__ = ["COMPILE_FROM", "RangeSearch", "differences"]
@@ -79,9 +81,11 @@ class RangeSearch:
             return full_range(observed, self.expand)
         if is_traced(observed.detach()):
             return self.expression(observed, importance)
-        if observed.numel() < COMPILE_FROM:
-            return self.specification(observed, importance)
-        return self._compiled(observed, importance)
+        if observed.numel() >= COMPILE_FROM:
+            return self._compiled(observed, importance)
+        if importance is None and can_be_estimated(observed, self.args):
+            return self._replayed(observed)
+        return self.specification(observed, importance)
 
     @torch.no_grad()
     def among(self, observed: torch.Tensor, valid: torch.Tensor) -> Range:
@@ -114,6 +118,23 @@ class RangeSearch:
                 break
 
         return best_min, best_max
+
+    def _replayed(self, observed: torch.Tensor) -> Range:
+        """Search the range of a single group from estimates, with the result of the definition."""
+        low, high = full_range(observed, self.expand)
+        largest = float(torch.maximum(low.abs(), high.abs())) / self.expand
+        estimated = Estimate(observed, largest, self.args, self.norm)
+
+        def tried(index: int) -> Range:
+            return low * self.shrinks[index], high * self.shrinks[index]
+
+        best = best_candidate(
+            len(self.shrinks),
+            self.patience,
+            estimate=lambda index: estimated(*qparams_of_range(*tried(index), self.args)),
+            error=lambda index: float(self.error(observed, *tried(index))),
+        )
+        return (low, high) if best is None else tried(best)
 
     @torch.no_grad()
     def error(

@@ -1,0 +1,66 @@
+"""Memory that is freed and asked for again while a batch runs."""
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from inlay import memory
+from inlay.memory import keeping_freed_memory, return_freed_memory
+
+PAGES = 8 << 20 >> 12  # of one tensor of 8 MiB
+
+# In a process of its own: what a heap looks like depends on all that ran before.
+MEASURE = """
+import json, resource, torch
+from inlay.memory import keeping_freed_memory, return_freed_memory
+
+def drop_several():
+    held = [torch.zeros(2 << 20) for _ in range(16)]
+    held.clear()
+
+def faults():
+    drop_several()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        drop_several()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+outside = faults()
+with keeping_freed_memory():
+    inside, held = faults(), resident()
+return_freed_memory()
+print(json.dumps({"outside": outside, "inside": inside, "returned": held - resident()}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="no glibc")
+def test_freed_memory_is_used_again_and_returned() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True
+    )
+    pages = json.loads(done.stdout)
+    assert pages["inside"] < PAGES < pages["outside"]
+    assert pages["returned"] > 15 * PAGES
+
+
+@pytest.fixture
+def without_glibc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: object())
+    memory._glibc.cache_clear()
+    yield
+    memory._glibc.cache_clear()
+
+
+@pytest.mark.usefixtures("without_glibc")
+def test_nothing_is_done_without_glibc() -> None:
+    with keeping_freed_memory():
+        pass
+    return_freed_memory()
