@@ -2,6 +2,7 @@
 
 import pytest
 from graphs import Functional, linear
+from torch import nn
 
 from inlay import Recipe
 from inlay.errors import ConfigurationError
@@ -71,6 +72,6 @@ def test_inputs_are_observed_so_that_ranges_follow() -> None:
 
 
 def test_there_must_be_inputs_to_equalize() -> None:
-    model = Functional(lambda self, x: self.fc(x), fc=linear(8, 128))
-    with pytest.raises(ConfigurationError, match="quantizes no input"):
-        Plan(model, Recipe.from_preset("W4A16", equalize=0.5))
+    model = nn.Sequential(nn.Embedding(8, 128))
+    with pytest.raises(ConfigurationError, match="quantizes no Linear that reads"):
+        Plan(model, Recipe.from_preset("W4A16", targets=["Embedding"], equalize=0.5))

@@ -13,9 +13,10 @@ from inlay.equalization.collected import CollectedGroups
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.equalization.scales import Reader, Scales, scales_of
+from inlay.equalization.weight_only import activation_aware_scales_of
 from inlay.errors import StatisticsError
 from inlay.graph import Equalizable, Lookup
-from inlay.recipe import Plan, Slot
+from inlay.recipe import Plan, Slot, channels_of
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.on_disk import StoredStatistics
 from inlay.statistics.value import Statistics, measure
@@ -183,9 +184,15 @@ class Equalization:
         self._scales = {}
         for group in self.collected.groups:
             ranges = _ranges(group, statistics)
-            if ranges is not None:
-                readers = [self._reader(name, weight_of(name)) for name in group.readers]
-                self._scales[group] = scales_of(group, *ranges, readers, strength)
+            if ranges is None:
+                continue
+            readers = [self._reader(name, weight_of(name)) for name in group.readers]
+            means = _means(group, statistics)
+            if all(reader.input_steps is None for reader in readers):
+                found = activation_aware_scales_of(group, means, readers, strength)
+            else:
+                found = scales_of(group, *ranges, readers, strength, means=means)
+            self._scales[group] = found
         self._scale_parameters()
 
     def _scale_parameters(self) -> None:
@@ -207,7 +214,8 @@ class Equalization:
         return Reader(
             weight=weight,
             weight_steps=_steps(slots["weight"].args) if "weight" in slots else None,
-            input_steps=_steps(slots["input"].args),
+            input_steps=_steps(slots["input"].args) if "input" in slots else None,
+            weight_args=slots["weight"].args if "weight" in slots else None,
         )
 
     def _rescaled(
@@ -224,8 +232,9 @@ class Equalization:
         extremes = torch.stack([low, high]) / scales.to(low)
         for reader in group.readers:
             slots = self.plan.of_module(reader)
-            if slots["input"].is_observed and not slots["input"].sees_scaled:
-                found[slots["input"].name] = _after(slots["input"], statistics, extremes)
+            read = slots.get("input")
+            if read is not None and read.is_observed and not read.sees_scaled:
+                found[read.name] = _after(read, statistics, extremes)
             importance = slots["weight"].importance if "weight" in slots else None
             known = None if importance is None else statistics.of(importance)
             if importance is not None and known is not None and not known.is_empty:
@@ -238,14 +247,30 @@ class Equalization:
 
 def _ranges(group: Group, statistics: StatisticsBySlot) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The smallest and largest value of each channel that any reader saw; None without data."""
-    plan = statistics.plan
-    seen = [statistics.of(plan.of_module(name)["input"].channels) for name in group.readers]
-    known = [each for each in seen if each is not None and not each.is_empty]
-    if len(known) < len(seen):
+    known = _of_channels(group, statistics)
+    if len(known) < len(group.readers):
         return None
     low = torch.stack([each.tensors["min_vals"] for each in known]).amin(0)
     high = torch.stack([each.tensors["max_vals"] for each in known]).amax(0)
     return (low, high) if bool(low.isfinite().all() & high.isfinite().all()) else None
+
+
+def _means(group: Group, statistics: StatisticsBySlot) -> torch.Tensor:
+    """How large the values of each channel are on average."""
+    known = _of_channels(group, statistics)
+    if any("magnitudes" not in each.tensors for each in known):
+        raise StatisticsError(
+            f"the stored statistics of {group.name} do not say how large channels are on average; "
+            "calibrate again with data"
+        )
+    means = (each.tensors["magnitudes"] / each.tokens.clamp(min=1) for each in known)
+    return torch.stack(list(means)).amax(0)
+
+
+def _of_channels(group: Group, statistics: StatisticsBySlot) -> list[Statistics]:
+    slots = (statistics.plan.of_module(name) for name in group.readers)
+    seen = (statistics.of(channels_of(each)) for each in slots)
+    return [each for each in seen if each is not None and not each.is_empty]
 
 
 def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> Statistics:

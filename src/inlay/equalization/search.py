@@ -27,6 +27,7 @@ from inlay.equalization.ops import (
     objection,
     op_name,
     parameters_of,
+    quantizes_linear,
     shifted_parameter,
     source_of,
     times_read,
@@ -312,7 +313,7 @@ class Search:
         """Whether a reader is a quantized Linear of which a weight's columns can be multiplied."""
         use = weight_use(self.gm, user)
         layout = self._layouts[node]
-        if use is None or use.value is not node or "input" not in slots_of(user):
+        if use is None or use.value is not node or not quantizes_linear(self.gm, user):
             return False
         in_order = leaves_of(layout[-1]) == self._channels.leaves() and not any(layout[:-1])
         if not in_order or times_read(node, user) != 1:

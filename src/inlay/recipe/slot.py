@@ -13,7 +13,7 @@ from inlay.observers import (
     default_observer,
 )
 
-__all__ = ["BASE_NAMES", "CHANNELS", "IMPORTANCE", "Slot", "make_observer"]
+__all__ = ["BASE_NAMES", "CHANNELS", "IMPORTANCE", "Slot", "channels_of", "make_observer"]
 
 # Parts of a module that can be quantized.
 BASE_NAMES = ("weight", "input", "output", "q", "k", "v")
@@ -135,7 +135,7 @@ class Slot:
 
     @property
     def channels(self) -> "Slot":
-        """The slot that watches the channels of this input."""
+        """The slot that watches the channels of this input, or of the input of this weight."""
         return Slot(self.module, CHANNELS, self.args)
 
     @property
@@ -150,6 +150,11 @@ class Slot:
     def moved_to(self, module: str) -> "Slot":
         """Return the same slot of another module."""
         return Slot(module, self.base_name, self.args)
+
+
+def channels_of(slots: Mapping[str, Slot]) -> Slot:
+    """The slot that watches the channels of a Linear's input, from the slots that it has."""
+    return (slots["input"] if "input" in slots else slots["weight"]).channels
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
