@@ -29,7 +29,9 @@ from inlay.graph import (
     stamp,
     weight_use,
 )
+from inlay.nodes.experts import QuantizeExperts
 from inlay.nodes.quantize import QuantizeDequantize
+from inlay.nodes.routing import Routing, routing_of
 from inlay.observers import QParamsDict
 from inlay.ranges.args import key_of
 from inlay.recipe import Slot
@@ -122,14 +124,21 @@ class FoldQParams(Pass):
             inputs = add_qparams(
                 gm.graph, owner, slot.used_of(self.qparams), fake_value(value), self.name
             )
-            target = QuantizeDequantize(slot.args, tuple(inputs))
+            routing = _routing_of(gm, node) if inputs else None
+            # Scales that are computed from the value follow each row by itself.
+            target: QuantizeDequantize = (
+                QuantizeDequantize(slot.args, tuple(inputs))
+                if routing is None
+                else QuantizeExperts(slot.args, tuple(inputs))
+            )
+            whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
             at = (
                 gm.graph.inserting_after(value)
                 if slot.base_name == "output"
                 else gm.graph.inserting_before(node)
             )
             with at:
-                quantized = gm.graph.call_function(target, (value, *inputs.values()))
+                quantized = gm.graph.call_function(target, (value, *inputs.values()), whose)
             quantized.meta["example_value"] = fake_value(value)
             quantized.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
             done[key] = stamp(quantized, self.name)
@@ -140,6 +149,12 @@ class FoldQParams(Pass):
             )
         else:
             replace_value(node, slot.base_name, value, quantized)
+
+
+def _routing_of(gm: GraphModule, node: Node) -> Routing | None:
+    """Which rows of its input an op gives to which expert; None if it has no experts."""
+    use = weight_use(gm, node)
+    return routing_of(node) if use is not None and use.kind == "experts" else None
 
 
 def _value(gm: GraphModule, node: Node, base_name: str) -> Node:

@@ -24,7 +24,9 @@ from inlay.graph import (
     stamp,
     weight_use,
 )
+from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe, ObserveWeight
+from inlay.nodes.routing import routing_of
 from inlay.recipe import CHANNELS, Slot
 from inlay.statistics.rule import Rule
 
@@ -44,7 +46,8 @@ class InsertObservers(Pass):
 
     The node stands right before the op that reads the value, so it sees what the op sees even if
     the value was changed in place before. Outputs are observed right after the op. A weight is the
-    same for every batch; its node marks the place and runs once, at finalize.
+    same for every batch; its node marks the place and runs once, at finalize. The input of a
+    product with the weights of many experts is observed for each expert by itself.
 
     Where the channels of an input are observed so that it can be equalized, an observer that has to
     see the equalized input is left to a second run over the data, which observes nothing else.
@@ -74,7 +77,7 @@ class InsertObservers(Pass):
                 changes = writes.up_to(value, value) if is_output else writes.before(node, value)
                 if (slot.name, value, changes) in there:
                     continue
-                self._insert(gm.graph, node, value, slot, targets)
+                self._insert(gm.graph, node, value, slot, targets, _experts_of(gm, node))
                 there.add((slot.name, value, changes))
                 modified = True
         gm.recompile()
@@ -104,7 +107,13 @@ class InsertObservers(Pass):
         return slot.is_observed and (slot.is_weight or is_left_for_second == self.second_run)
 
     def _insert(
-        self, graph: Graph, node: Node, value: Node, slot: Slot, targets: "_Targets"
+        self,
+        graph: Graph,
+        node: Node,
+        value: Node,
+        slot: Slot,
+        targets: "_Targets",
+        experts: int | None,
     ) -> None:
         is_output = slot.base_name == "output"
         at = graph.inserting_after(value) if is_output else graph.inserting_before(node)
@@ -119,13 +128,15 @@ class InsertObservers(Pass):
                     f"node {value.name}, observed as {slot.name}, has no shape; trace with example "
                     "inputs, or call inlay.graph.propagate_shapes first"
                 )
-            target = targets.find(rule, fake)
+            routing = None if experts is None else routing_of(node)
+            target = targets.find(rule, fake, experts)
             inputs = [
                 add_input(graph, SlotInput(slot.name, key), tensor, self.name)
                 for key, tensor in target.fake_inputs(fake).items()
             ]
+            whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
             with at:
-                observe = graph.call_function(target, (value, *inputs))
+                observe = graph.call_function(target, (value, *inputs), whose)
         mark_observer(observe, (slot,))
         observe.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         stamp(observe, self.name)
@@ -152,21 +163,33 @@ def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
     return stamp(attribute, InsertObservers.__name__)
 
 
+def _experts_of(gm: GraphModule, node: Node) -> int | None:
+    """How many experts an op multiplies with; None for all other ops."""
+    use = weight_use(gm, node)
+    if use is None or use.kind != "experts" or use.weight_node is None:
+        return None
+    return len(fake_value(use.weight_node))
+
+
 class _Targets:
     """Make targets of observe nodes, tracing each kind of slot once: a model repeats its blocks."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Observe] = {}
 
-    def find(self, rule: Rule, value: torch.Tensor) -> Observe:
-        kind = (rule, str(tuple(value.shape)), value.dtype, value.device)
+    def find(self, rule: Rule, value: torch.Tensor, experts: int | None) -> Observe:
+        kind = (rule, str(tuple(value.shape)), value.dtype, value.device, experts)
         if kind not in self._known:
-            self._known[kind] = _traced(rule, value)
+            self._known[kind] = _traced(rule, value, experts)
         return self._known[kind]
 
 
-def _traced(rule: Rule, value: torch.Tensor) -> Observe:
-    target = Observe.traced(rule, value)
+def _traced(rule: Rule, value: torch.Tensor, experts: int | None) -> Observe:
+    target = (
+        Observe.traced(rule, value)
+        if experts is None
+        else ObserveExperts.of_experts(rule, value, experts)
+    )
     if target.is_opaque:
         # Leave out the slot's name: Python shows the same text for all slots only once.
         warnings.warn(

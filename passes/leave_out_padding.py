@@ -16,7 +16,9 @@ from inlay.graph import (
     observes,
     require_whole,
 )
+from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe
+from inlay.nodes.routing import Routing, routing_by
 from inlay.statistics.rule import Rule
 from inlay.torch_private import sizes_are_equal
 
@@ -35,6 +37,7 @@ class LeaveOutPadding(Pass):
 
     A mask has a number for each token of each sequence, zero for padding. A value is matched with a
     mask by its shape. A value without tokens, such as the input of a pooler, counts as a whole.
+    Rows that are sent to experts are the tokens that the graph took them from.
     """
 
     def requires(self, gm: GraphModule) -> None:
@@ -47,10 +50,13 @@ class LeaveOutPadding(Pass):
         for node in gm.graph.nodes:
             if not isinstance(node.target, Observe) or "mask" in node.kwargs:
                 continue
-            mask = _mask_of(node, masks)
+            routing = _routing_of(node)
+            mask = _mask_of(node, masks, node.args[0] if routing is None else routing.source)
             if mask is None:
                 continue
-            if node.target.reason is None and not node.target.rule.leaves_out_padding:
+            if routing is not None:
+                node.update_kwarg("token_of_row", routing.tokens)
+            elif node.target.reason is None and not node.target.rule.leaves_out_padding:
                 _warn(node.target.rule)
                 continue
             node.update_kwarg("mask", mask)
@@ -59,8 +65,13 @@ class LeaveOutPadding(Pass):
         return PassResult(gm, modified)
 
 
-def _mask_of(node: Node, masks: dict[str, Node]) -> Node | None:
-    value = fake_value(node.args[0]) if isinstance(node.args[0], Node) else None
+def _routing_of(node: Node) -> Routing | None:
+    ends = node.kwargs.get("ends") if isinstance(node.target, ObserveExperts) else None
+    return routing_by(ends) if isinstance(ends, Node) else None
+
+
+def _mask_of(node: Node, masks: dict[str, Node], of: object) -> Node | None:
+    value = fake_value(of) if isinstance(of, Node) else None
     assert isinstance(node.target, Observe)
     if not isinstance(value, torch.Tensor):
         return None

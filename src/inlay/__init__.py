@@ -9,6 +9,7 @@ from inlay.errors import (
     GraphError,
     InlayError,
     ObservationError,
+    RankError,
     StatisticsError,
 )
 
@@ -29,6 +30,7 @@ __all__ = [
     "ObservationError",
     "Observer",
     "QParamsDict",
+    "RankError",
     "Recipe",
     "StatisticsError",
     "StoredStatistics",

@@ -5,8 +5,9 @@ which the ranks agree on what is there. A rank that saw no data learns the shape
 and sends what changes nothing, so no rank waits for a collective that never comes.
 """
 
+import io
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,9 +16,18 @@ import torch
 from torch import distributed as dist
 
 from inlay.errors import StatisticsError
+from inlay.ranks.division import Part, share
+from inlay.ranks.together import collective
 from inlay.reductions import Reduction
 
-__all__ = ["Entry", "from_all_ranks", "have_ranks", "start_merging"]
+__all__ = [
+    "Entry",
+    "each_by_one_rank",
+    "from_all_ranks",
+    "have_ranks",
+    "merge_now",
+    "start_merging",
+]
 
 _MAX_RANK = 8
 _ABSENT = torch.iinfo(torch.int64).min + 1  # negation keeps it in range
@@ -67,8 +77,66 @@ def from_all_ranks(value: _T) -> list[_T]:
     if not have_ranks():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    with collective():
+        dist.all_gather_object(found, _packed(value))
+    return [_unpacked(packed) for packed in found]
+
+
+def _packed(value: Any) -> bytes:
+    # By torch: pickle alone does not take tensors of all dtypes.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(packed: bytes) -> Any:
+    # From the processes of this run, so it may hold any object.
+    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+
+
+def each_by_one_rank(
+    costs: Mapping[str, float],
+    compute: Callable[[Sequence[str]], Iterable[tuple[str, _T]]],
+    *,
+    together: Iterable[Iterable[str]] = (),
+    device_of: Callable[[str], torch.device],
+) -> dict[str, _T]:
+    """Compute each piece of a work on one rank, and give all ranks all results.
+
+    Every rank calls it with the same pieces. Without a process group it computes all of them.
+
+    :param costs: the pieces by name, with what they cost in any unit
+    :param compute: computes the pieces with these names, one after another
+    :param together: pieces that the same rank has to compute
+    :param device_of: where the tensors in the result of a piece belong
+    :return: results in the order of `costs`
+    """
+    own = dict(compute(share(costs, Part.own(), together)))
+    if not have_ranks():
+        return own
+    cpu = torch.device("cpu")
+    of_ranks = from_all_ranks({name: _moved(result, cpu) for name, result in own.items()})
+    found = {name: result for results in of_ranks for name, result in results.items()}
+    return {name: _moved(found[name], device_of(name)) for name in costs}
+
+
+def _moved(result: Any, device: torch.device) -> Any:
+    """A result with its tensors on a device, in dictionaries and tuples too."""
+    if isinstance(result, torch.Tensor):
+        return result.detach().to(device)
+    if isinstance(result, dict):
+        return {key: _moved(value, device) for key, value in result.items()}
+    if type(result) is tuple:
+        return tuple(_moved(value, device) for value in result)
+    return result
+
+
+def merge_now(entries: Sequence[Entry]) -> None:
+    """Merge, and wait until everything is delivered. Every rank calls it, as `start_merging`."""
+    works = start_merging(entries)
+    with collective():
+        for work in works:
+            work.wait()
 
 
 def start_merging(entries: Sequence[Entry]) -> list[dist.Work]:
@@ -77,14 +145,15 @@ def start_merging(entries: Sequence[Entry]) -> list[dist.Work]:
     Every rank must call it with entries of the same kinds in the same order.
     """
     device = _wire_device()
-    _require_same_entries(entries, device)
-    layouts = _agree_on_layouts(entries, device)
-    buckets: dict[tuple[Any, torch.dtype], list[_Parcel]] = {}
-    for entry, layout in zip(entries, layouts, strict=True):
-        if layout is not None:
-            key = entry.reduction.operation, entry.reduction.wire_dtype(layout.dtype)
-            buckets.setdefault(key, []).append(_Parcel(entry, layout))
-    return [_send(*key, parcels, device) for key, parcels in buckets.items()]
+    with collective():
+        _require_same_entries(entries, device)
+        layouts = _agree_on_layouts(entries, device)
+        buckets: dict[tuple[Any, torch.dtype], list[_Parcel]] = {}
+        for entry, layout in zip(entries, layouts, strict=True):
+            if layout is not None:
+                key = entry.reduction.operation, entry.reduction.wire_dtype(layout.dtype)
+                buckets.setdefault(key, []).append(_Parcel(entry, layout))
+        return [_send(*key, parcels, device) for key, parcels in buckets.items()]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ __all__ = [
     "GraphError",
     "InlayError",
     "ObservationError",
+    "RankError",
     "StatisticsError",
 ]
 
@@ -40,3 +41,17 @@ class CheckError(InlayError, AssertionError):
 
 class CheckpointError(InlayError, OSError):
     """A file or folder could not be written; an earlier one in its place is unchanged."""
+
+
+class RankError(InlayError, RuntimeError):
+    """Another process of the group failed or ended, so this one cannot go on.
+
+    :ivar rank: the rank of that process
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type["RankError"], tuple[int, str]]:
+        return RankError, (self.rank, str(self))  # to be sent to other processes

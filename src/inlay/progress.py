@@ -15,6 +15,8 @@ from rich.progress import (
     track,
 )
 
+from inlay.ranks.identity import is_first
+
 __all__ = ["Bar", "watched"]
 
 _T = TypeVar("_T")
@@ -85,7 +87,8 @@ class Bar:
 
 
 def _shown(show: bool | None) -> bool:
-    return sys.stderr.isatty() if show is None else show
+    # Of several processes, the first draws.
+    return is_first() and (sys.stderr.isatty() if show is None else show)
 
 
 def _console(show: bool) -> Console:

@@ -29,6 +29,7 @@ __all__ = [
     "compiler_named",
     "compiling_in",
     "counting_guards_of_code",
+    "default_store",
     "fake_mode_of",
     "graph_break_errors",
     "inductor_settings",
@@ -65,6 +66,17 @@ def written_arguments(op: OpOverload) -> list[tuple[int, str]]:
         for position, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def default_store() -> Any:
+    """The store of the default process group, through which its processes found each other.
+
+    torch 1.8; without it, a store of one's own (`torch.distributed.TCPStore`) would need an address
+    that all processes know.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def is_grouped_product(target: Any) -> bool:

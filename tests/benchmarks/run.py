@@ -14,6 +14,7 @@ import inside
 import llmcompressor
 import overhead
 import pipelines
+import processes
 import torch
 import weights
 from harness import Row
@@ -28,6 +29,7 @@ PARTS = {
     "pipelines": pipelines.rows,
     "after": after.rows,
     "inside": inside.rows,
+    "processes": processes.rows,
 }
 
 

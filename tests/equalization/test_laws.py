@@ -88,10 +88,12 @@ def test_the_equalized_model_computes_what_the_model_computes(
 @torch.no_grad()
 def test_families(family: str) -> None:
     model = FAMILIES[family]()
+    ignore = ["lm_head"] if hasattr(model, "lm_head") else []
     if family == "mixtral":
         model.set_experts_implementation("batched_mm")  # others do not take float64
+        ignore.append("re:.*[.]experts[.].*")  # no server runs them with static INT8 inputs
     model = with_outliers(model)
-    calibration = calibrated(model, 0.7, ignore=["lm_head"] if hasattr(model, "lm_head") else [])
+    calibration = calibrated(model, 0.7, ignore=ignore)
     inputs = batch(model)
     if "pixel_values" in inputs:
         inputs = {"pixel_values": inputs["pixel_values"].double()}

@@ -114,7 +114,7 @@ def test_scheme_with_a_cache() -> None:
 def test_the_recipe_can_be_read_again(preset: str) -> None:
     observer = {"observer": "mse"}
     recipe = Recipe.from_preset(preset, ignore=["lm_head"], weights=observer)
-    again = Recipe.from_yaml(recipe_text(recipe.config))
+    again = Recipe.from_yaml(recipe_text(recipe))
     # As compressed-tensors writes it: it leaves out the type of a zero point that there is not.
     assert again.config.model_dump(mode="json") == recipe.config.model_dump(mode="json")
 
@@ -254,7 +254,8 @@ def test_report_of_a_language_model() -> None:
 )
 def test_reports_of_other_schemes(make: Callable[[], nn.Module], preset: str) -> None:
     model = make()
-    calibration = finalized(model, Recipe.from_preset(preset), batch(model))
+    ignore = ["re:.*[.]experts[.].*"] if make is mixtral else []
+    calibration = finalized(model, Recipe.from_preset(preset, ignore=ignore), batch(model))
     report = report_of(calibration)
     assert ReportData.from_json(report.to_json()) == report
     inputs = [slot for slot in report.slots if slot.kind == "input"]

@@ -33,7 +33,7 @@ def test_every_way_to_say_it() -> None:
 @pytest.mark.parametrize("strength", [None, 0.3, "auto"])
 def test_what_is_written_is_what_is_read(strength: float | str | None) -> None:
     recipe = Recipe.from_preset("W8A8_STATIC", equalize=strength)
-    again = Recipe.from_yaml(recipe_text(recipe.config, recipe.equalize))
+    again = Recipe.from_yaml(recipe_text(recipe))
     assert again.equalize == strength
     assert recipe.fields.get("equalize") == strength
     assert Recipe.from_config(recipe.fields) == recipe

@@ -1,17 +1,20 @@
 """Experts in one parameter are quantized as the Linear modules that a checkpoint has of them."""
 
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import batch, gpt_oss, mixtral, qwen3_moe
-from peer import assert_same_tensors, preset, quantized
+from peer import assert_same_tensors, batches, preset, quantized
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from inlay import Calibration, ConfigurationError, Recipe, StatisticsError
-from inlay.nodes.quantize import fold_weight
+from inlay.nodes.quantize import QuantizeDequantize, fold_weight
 from inlay.recipe import Plan, make_observer
 
 pytestmark = [
@@ -34,8 +37,10 @@ def recipe_of(name: str, **fields: Any) -> Recipe:
     return Recipe.from_preset(name, **{"ignore": IGNORED, **fields})
 
 
-def calibrated(model: Any, recipe: Recipe) -> Calibration:
+def calibrated(model: Any, recipe: Recipe, data: Sequence[Any] = ()) -> Calibration:
     calibration = Calibration(model, recipe, compiler="eager", progress=False)
+    for one in data:
+        calibration.observe(**one)
     calibration.finalize()
     return calibration
 
@@ -95,6 +100,106 @@ def test_the_checkpoint_is_that_of_llm_compressor(name: str, tmp_path: Path) -> 
     assert_same_tensors(own, peer)
 
 
+@pytest.mark.parametrize("name", ["FP8", "NVFP4"])
+def test_the_finalized_graph_quantizes_the_inputs_of_each_expert(name: str) -> None:
+    """As a loop over experts does that has the scales and the weight of each."""
+    model = model_of(qwen3_moe).float()
+    recipe = recipe_of(name, targets=[r"re:.*experts[.]\d+[.].*_proj"], ignore=[])
+    data = batches(2, padded=False)
+    calibration = calibrated(model, recipe, data)
+    found = calibration.qparams
+    assert found is not None
+    scales = [found[f"{EXPERTS}.{n}.down_proj.input"] for n in range(4)]
+    key = "scale" if name == "FP8" else "global_scale"
+    assert len({float(each[key]) for each in scales}) == 4
+
+    def looped(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_: Any) -> Any:
+        projections = ["down_proj"] if weight.shape[1:] == (128, 128) else ["gate_proj", "up_proj"]
+        outputs, start = [], 0
+        for number, end in enumerate(offs.tolist()):
+            names = [f"{EXPERTS}.{number}.{projection}" for projection in projections]
+            slot = calibration.plan.slots[f"{names[0]}.input"]
+            used = slot.used_of(found)
+            given = {key: value for key, value in used.items() if value is not None}
+            quantize = QuantizeDequantize(slot.args, tuple(given))
+            folded = []
+            for one, part in zip(names, weight[number].chunk(len(names)), strict=True):
+                args = calibration.plan.slots[f"{one}.weight"].args
+                folded.append(fold_weight(part, args, found[f"{one}.weight"]))
+            outputs.append(
+                torch.mm(quantize(rows[start:end], *given.values()), torch.cat(folded).mT)
+            )
+            start = end
+        return torch.cat(outputs)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
+        graph = torch.compile(model, backend=calibration.backend)(**data[0]).logits
+        exported = calibration.quantized_module(**data[0], use_cache=False)
+        patched.setattr("transformers.integrations.moe._grouped_linear", looped)
+        expected = model(**data[0]).logits
+        torch.testing.assert_close(graph, expected)
+        torch.testing.assert_close(exported(**data[0], use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("family", [qwen3_moe, mixtral])
+@pytest.mark.parametrize("name", ["FP8", "NVFP4"])
+def test_static_checkpoints_are_those_of_llm_compressor(
+    name: str, family: Any, tmp_path: Path
+) -> None:
+    """But for the last bits of scales of inputs, as it multiplies with one expert at a time."""
+    model = model_of(family).float()
+    model.set_attn_implementation("eager")
+    data = batches(2, padded=False)
+    calibrated(model, recipe_of(name), data).save(tmp_path / "own", report=False)
+    recipe = preset(name, ignore=IGNORED)
+    options = {"save_to": tmp_path / "peer", "moe_calibrate_all_experts": False}
+    quantized(model, recipe, "basic", data, **options)
+    own, peer = (load_file(tmp_path / who / "model.safetensors") for who in ("own", "peer"))
+    if family is mixtral:  # the peer renames its experts, and transformers does not find them
+        new = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+        swap = re.compile("|".join(f"(?<=[.]){old}(?=[.])" for old in new))
+        own = {swap.sub(lambda found: new[found[0]], key): t for key, t in own.items()}
+        own = {key.replace("block_sparse_moe", "mlp"): t for key, t in own.items()}
+        peer = {key.replace("block_sparse_moe", "mlp"): t for key, t in peer.items()}
+    for tensors in (own, peer):
+        of_inputs = [key for key in tensors if "input" in key]
+        assert of_inputs
+    for key in of_inputs:
+        torch.testing.assert_close(own[key], peer.pop(key))
+        own.pop(key)
+    assert_same_tensors(own, peer)
+    found, expected = (
+        json.loads((tmp_path / who / "config.json").read_text())["quantization_config"]
+        for who in ("own", "peer")
+    )
+    assert set(found.pop("ignore")) >= set(expected.pop("ignore"))  # under both names
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("W8A8_STATIC", {}, "static INT8 inputs: use W8A8"),
+        (
+            "W8A8",
+            {"weights": {"strategy": "tensor"}},
+            "weights per tensor and inputs per token",
+        ),
+        (
+            "FP8",
+            {"weights": {"strategy": "channel"}},
+            "weights per channel and inputs per tensor",
+        ),
+    ],
+)
+def test_what_no_server_runs_is_refused_before_calibrating(
+    name: str, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"vLLM does not run .*{words}"):
+        Plan(model_of(mixtral), recipe_of(name, **fields))
+    Plan(model_of(mixtral), recipe_of(name, ignore=["lm_head", "re:.*[.]experts[.].*"], **fields))
+
+
 @pytest.mark.parametrize("family", [mixtral, qwen3_moe])
 @pytest.mark.parametrize("name", ["W4A16", "FP8_DYNAMIC"])
 def test_transformers_loads_what_the_graph_has(family: Any, name: str, tmp_path: Path) -> None:
@@ -133,8 +238,7 @@ def test_some_experts_alone_are_refused(some: str) -> None:
 @pytest.mark.parametrize(
     ("family", "name", "fields", "reason"),
     [
-        (mixtral, "FP8", {}, "scales found beforehand"),
-        (mixtral, "W4A16", {"weights": {"observer": "imatrix_mse"}}, "weighs the channels"),
+        (mixtral, "FP8", {"outputs": {"num_bits": 8, "type": "float"}}, "quantizes their outputs"),
         (gpt_oss, "W4A16", {}, "are transposed and have gate and up interleaved and have biases"),
     ],
 )

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from families import batch, bert
-from hypothesis import given
-from hypothesis import strategies as st
 from plain_llama import plain_llama
 from specification import assert_equal_qparams
 
 from inlay import Calibration, Recipe
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.statistics.on_disk import DataSeen, StoredStatistics
+from inlay.statistics.on_disk import StoredStatistics
 
 pytestmark = pytest.mark.slow
 
@@ -178,20 +176,3 @@ def test_statistics_of_another_model_are_called_that() -> None:
     stored = observed(plain_llama(num_hidden_layers=1), recipe(), range(1)).stored()
     with pytest.raises(StatisticsError, match=r"of another model.*model\.layers\.0"):
         Calibration.from_statistics(bert(), Recipe.from_preset("W8A8_STATIC"), stored)
-
-
-@given(st.lists(st.none() | st.binary(min_size=1, max_size=4), min_size=1, max_size=6))
-def test_batches_are_known_again_only_if_all_have_a_fingerprint(digests: list) -> None:
-    seen = DataSeen()
-    for index, digest in enumerate(digests):
-        seen = seen.after(digest, samples=1, tokens=2, padding=3)
-        assert seen.is_unknown == (None in digests[: index + 1])
-    count = len(digests)
-    assert (seen.batches, seen.samples) == (count, count)
-    assert (seen.tokens, seen.padding_tokens) == (2 * count, 3 * count)
-
-
-def test_the_order_of_batches_matters() -> None:
-    step = {"samples": 1, "tokens": 1, "padding": 0}
-    one, other = DataSeen().after(b"1", **step), DataSeen().after(b"2", **step)
-    assert one.after(b"2", **step) != other.after(b"1", **step)

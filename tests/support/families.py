@@ -63,6 +63,52 @@ def qwen3_moe(**changes: Any) -> nn.Module:
     return _seeded(Qwen3MoeForCausalLM, Qwen3MoeConfig(**fields))
 
 
+def olmoe(**changes: Any) -> nn.Module:
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    return _seeded(OlmoeForCausalLM, OlmoeConfig(**{**SIZES, **experts, **changes}))
+
+
+def deepseek_v3(**changes: Any) -> nn.Module:
+    """Its first block has no experts; the others have routed ones and a shared one."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    heads = {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    return _seeded(
+        DeepseekV3ForCausalLM, DeepseekV3Config(**{**SIZES, **experts, **heads, **changes})
+    )
+
+
+def glm4_moe(**changes: Any) -> nn.Module:
+    """Its first block has no experts; the others have routed ones and a shared one."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    }
+    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    return _seeded(Glm4MoeForCausalLM, Glm4MoeConfig(**{**SIZES, **experts, **heads, **changes}))
+
+
 def gpt_oss(**changes: Any) -> nn.Module:
     """Its experts are transposed, interleaved and have biases."""
     from transformers import GptOssConfig, GptOssForCausalLM
@@ -94,6 +140,14 @@ def mamba(**changes: Any) -> nn.Module:
     fields = {**sizes, "num_hidden_layers": 2, **changes}
     return _seeded(MambaForCausalLM, MambaConfig(**fields))
 
+
+WITH_EXPERTS: dict[str, Callable[..., nn.Module]] = {
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
+    "deepseek_v3": deepseek_v3,
+    "glm4_moe": glm4_moe,
+}
 
 FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "llama": llama,

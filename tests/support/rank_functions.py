@@ -143,7 +143,7 @@ def two_layers() -> torch.nn.Module:
 def calibrate(argument: tuple[str, Batches, float | None]) -> dict[str, Any]:
     """Calibrate on the batches of this rank; what is stored afterwards, and the scales."""
     from inlay import Calibration, Recipe
-    from inlay.statistics.on_disk import DataSeen
+    from inlay.statistics.data_seen import DataSeen
 
     observer, batches, equalize = argument
     weights = {"observer": "imatrix_mse", "observer_kwargs": {"strict": True}}

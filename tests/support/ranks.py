@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ class Ranks:
         self.size = size
         # Its processes are forked from one that has imported what they need, which takes seconds.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["inlay.observers", "torch.distributed"])
+        context.set_forkserver_preload(
+            ["inlay.observers", "torch.distributed", "inlay.workflow.run", "torch._dynamo"]
+        )
         port = _free_port()
         self._pipes = []
         self._processes = []
@@ -27,20 +30,28 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], per_rank: list[Any]) -> list[Any]:
-        """Call `function(argument)` on every rank at the same time; errors come back as values."""
+    def run(
+        self, function: Callable[..., Any], per_rank: list[Any], *, but: int | None = None
+    ) -> list[Any]:
+        """Call `function(argument)` on every rank at the same time; errors come back as values.
+
+        :param but: a rank that will not live to answer
+        """
         assert len(per_rank) == self.size
         for pipe, argument in zip(self._pipes, per_rank, strict=True):
             pipe.send((function, argument))
         results = []
-        for pipe in self._pipes:
+        for rank, pipe in enumerate(self._pipes):
+            if rank == but:
+                continue
             assert pipe.poll(60), "a rank did not answer within a minute"
             results.append(pipe.recv())
         return results
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(BrokenPipeError):
+                pipe.send(None)
         for process in self._processes:
             process.join(30)
 

@@ -165,6 +165,17 @@ class CopiesWeights(Right):
         return PassResult(gm, modified)
 
 
+class MixesUpOperands(Right):
+    """Show the right ops, reading another value.
+
+    Before:                 After:
+        x, z                    x, z
+        y = x.relu()            y = clamp(z, 0)
+        v = y.add(z)            v = y.add(z)
+        return v                return v
+    """
+
+
 class LyingDocstring(Right):
     """Write relu as clamp.
 
@@ -218,7 +229,8 @@ MISTAKES: list[tuple[type[Pass], str, str, set[str]]] = [
     (StaleShapes, META, "the fake value of node clamp.* is torch.float64", set()),
     (ClampsAtOne, OUTPUTS, "output 0 changes by more than 0", {SHOWN, AGAIN}),
     (CopiesWeights, SLOTS, "no longer observe .*layers", {ALONE, HONEST, AGAIN, META, SHOWN}),
-    (LyingDocstring, SHOWN, "shows maximum after, and the graph has clamp", set()),
+    (LyingDocstring, SHOWN, "after the pass, the docstring shows maximum, and the graph", set()),
+    (MixesUpOperands, SHOWN, "clamp reads z in the docstring, and x in the graph", set()),
 ]
 
 

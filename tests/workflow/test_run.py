@@ -79,9 +79,11 @@ def test_a_quantized_model_is_refused_before_it_runs() -> None:
 def test_interrupted_and_resumed_it_is_the_same(tmp_path: Path, monkeypatch) -> None:
     model = plain_llama()
     data = batches(model)
-    monkeypatch.setattr("inlay.workflow.run._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("inlay.workflow.keeping._SAVE_EVERY", 0.0)
     with pytest.raises(InterruptedRunError):
         run(model, interrupting(data, 3), statistics=tmp_path)
+    with pytest.raises(InterruptedRunError):
+        run(model, interrupting(data, 4), statistics=tmp_path, resume=True)
     resumed = run(model, iter(data), statistics=tmp_path, resume=True)
     whole = run(model, iter(data))
     assert_equal_qparams(resumed.qparams, whole.qparams)
@@ -91,12 +93,12 @@ def test_interrupted_and_resumed_it_is_the_same(tmp_path: Path, monkeypatch) -> 
 def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
     model = plain_llama()
     data = batches(model)
-    monkeypatch.setattr("inlay.workflow.run._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("inlay.workflow.keeping._SAVE_EVERY", 0.0)
     with pytest.raises(InterruptedRunError):
         run(model, interrupting(data, 3), statistics=tmp_path)
-    with pytest.raises(StatisticsError, match="first 3 batches are not those"):
+    with pytest.raises(StatisticsError, match="batch 1 is not that"):
         run(model, iter(data[1:]), statistics=tmp_path, resume=True)
-    with pytest.raises(StatisticsError, match="has 2 batches"):
+    with pytest.raises(StatisticsError, match="had observed a batch 3"):
         run(model, iter(data[:2]), statistics=tmp_path, resume=True)
     with pytest.raises(ConfigurationError, match="holds the statistics of an earlier run"):
         run(model, iter(data), statistics=tmp_path)
@@ -106,14 +108,14 @@ def test_fingerprints_are_taken_only_where_statistics_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, taken = plain_llama(), []
-    monkeypatch.setattr("inlay.workflow.run.digest", lambda one: taken.append(one) or b"any")
+    monkeypatch.setattr("inlay.workflow.keeping.digest", lambda one: taken.append(one) or b"any")
     data = batches(model, 2)
     unkept = run(model, data, held_out=0)
     assert taken == []
-    assert (unkept.data_seen.batches, unkept.data_seen.digest) == (2, "")
+    assert unkept.data_seen.batches == 2
     kept = run(model, data, held_out=0, statistics=tmp_path)
     assert len(taken) == 2
-    assert kept.data_seen.digest
+    assert StoredStatistics.load(tmp_path).data_seen.fingerprints == {0: "616e79", 1: "616e79"}
     assert_equal_qparams(kept.qparams, unkept.qparams)
 
 
@@ -124,7 +126,7 @@ def test_statistics_of_unknown_batches_are_not_resumed_but_merged(tmp_path: Path
     kept = run(model, data, held_out=0, statistics=tmp_path / "kept")
     stored = StoredStatistics.load(tmp_path / "checkpoint")
     merged = stored.merge(kept.stored())
-    assert (merged.data_seen.batches, merged.data_seen.digest) == (4, "")
+    assert (merged.data_seen.batches, merged.data_seen.fingerprints) == (4, {})
     merged.save(tmp_path / "merged")
     for name in ("checkpoint", "merged"):
         with pytest.raises(ConfigurationError, match=f"{name} does not say which batches"):

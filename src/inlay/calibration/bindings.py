@@ -11,6 +11,7 @@ from inlay.calibration.weights import Weights
 from inlay.equalization.equalization import Equalization
 from inlay.graph import fake_value, inputs_of, observes, slot_inputs, tensor_of
 from inlay.nodes.compare_layer import POWERS, BatchMask
+from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
@@ -43,9 +44,11 @@ class Bindings:
     def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
         """A qparam of a slot, or its folded weight."""
         assert self.statistics.qparams is not None
-        stack = self.statistics.plan.stacks.get(slot.module)
-        if stack is not None:
-            return self.weights.folded_stack(stack, self.statistics.qparams)
+        plan = self.statistics.plan
+        if slot.module in plan.stacks:
+            if key == "folded":
+                return self.weights.folded_stack(plan.stacks[slot.module], self.statistics.qparams)
+            return plan.stacked(slot, self.statistics.qparams)[key]
         qparams = self.statistics.qparams[slot.name]
         if key == "folded":
             return self.weights.folded(slot, qparams)
@@ -88,8 +91,11 @@ class GivenInput:
             return bindings.quantized_value(slots[0], self.key)
         specs = None if self.observe.is_opaque else self.observe.specs
         assert self.device is not None  # statistics are tensors
-        entry = bindings.statistics.entry(slots, self.observe.rule, specs, self.device)
-        return entry.inputs()[self.key]
+        known = bindings.statistics
+        if isinstance(self.observe, ObserveExperts):
+            of_all = known.entry_of_experts(slots, self.observe.rule, specs, self.device)
+            return of_all.inputs(in_graph=self.observe.in_graph)[self.key]
+        return known.entry(slots, self.observe.rule, specs, self.device).inputs()[self.key]
 
 
 def given_inputs(gm: GraphModule, bindings: Bindings) -> list[GivenInput]:

@@ -148,7 +148,9 @@ class Block:
     def observes(self, plan: Plan) -> bool:
         """Whether data is observed in the block."""
         weights = (getattr(module, "weight", None) for module in self.module.modules())
-        owners = [plan.owner(w) for w in weights if isinstance(w, torch.Tensor)]
+        tensors = (w for w in weights if isinstance(w, torch.Tensor))
+        # Experts have parameters of other names.
+        owners = map(plan.owner, itertools.chain(tensors, self.module.parameters()))
         return plan.observes_in(owners)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,16 +21,19 @@ from inlay.calibration.rerun import Rerun
 from inlay.calibration.tiers import Forecast, Tier
 from inlay.calibration.tracing import Enclosed, by_name, first_that_traces, on_trial, without_cache
 from inlay.calibration.weights import Weights
+from inlay.collectives import from_all_ranks
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.graph import Pass, bind, slot_inputs
 from inlay.memory import collecting_garbage_later, keeping_freed_memory, return_freed_memory
 from inlay.observers import QParamsDict
 from inlay.passes import PREPARE
+from inlay.ranks.together import together
 from inlay.recipe import Plan, Recipe
 from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.finalize import finalize
-from inlay.statistics.on_disk import DataSeen, StoredStatistics, with_gathering_observers
+from inlay.statistics.on_disk import StoredStatistics, with_gathering_observers
 from inlay.torch_private import observing_dynamo
 
 __all__ = ["Calibration"]
@@ -63,6 +66,8 @@ class Calibration:
         self.plan = Plan(model, recipe)
         self.statistics = StatisticsBySlot(self.plan)
         self.data_seen = DataSeen()
+        self.data_parts: tuple[DataSeen, ...] = ()  # what each rank has seen, once it is finalized
+        self.last_batch = 0  # the number of the last batch of this rank, among those of all
         self.count_padding = count_padding
         self.show_progress = progress
         self.equalization = Equalization(model, self.plan)
@@ -94,6 +99,14 @@ class Calibration:
         calibration.statistics.is_second_run = calibration.equalization.is_settled
         calibration.data_seen = stored.data_seen
         return calibration
+
+    def forget_data(self) -> None:
+        """Let others of the group answer for the statistics that this calibration started from.
+
+        For statistics that all ranks have: merged as those of each, they would count many times.
+        """
+        self.statistics.forget_stored()
+        self.data_seen = DataSeen()
 
     def stored(self, *, model: str = "", data: str = "") -> StoredStatistics:
         """The statistics gathered so far, to be kept on disk.
@@ -231,6 +244,9 @@ class Calibration:
     def finalize(self, *, accept: Collection[str] = ()) -> dict[str, QParamsDict]:
         """Compute all qparams. From then on the compiled model runs quantized.
 
+        Over ranks, every rank calls it, and all get the same qparams: those of all the data. Each
+        weight is searched by one rank.
+
         :param accept: problems to accept instead of raising: `unobserved`, `not_finite`, `unfused`
         :return: `{slot: {"scale": …, "zero_point": …, "global_scale": …}}`
         """
@@ -241,16 +257,22 @@ class Calibration:
             )
         if not self.statistics.is_final:
             return_freed_memory()  # of batches; weights need it now
-            finalize(
-                self.statistics,
-                self._bindings.weights.plain,
-                accept=accept,
-                progress=self.show_progress,
-                before=self._equalize,
-            )
-            self.data_seen = self.data_seen.of_all_ranks()
+            with together():
+                self._finalize(accept)
         assert self.statistics.qparams is not None
         return self.statistics.qparams
+
+    def _finalize(self, accept: Collection[str]) -> None:
+        finalize(
+            self.statistics,
+            self._bindings.weights.plain,
+            accept=accept,
+            progress=self.show_progress,
+            before=self._equalize,
+            last_batch=self.last_batch,
+        )
+        self.data_parts = tuple(from_all_ranks(self.data_seen))
+        self.data_seen = DataSeen.of_all(self.data_parts)
 
     def _equalize(self) -> None:
         self.equalization.apply(self.statistics, self._bindings.weights.of_module)

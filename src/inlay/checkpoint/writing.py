@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from inlay.recipe import Plan, Recipe, Slot
 from inlay.recipe.experts import ExpertStack
 
 __all__ = ["CheckpointSizes", "require_servable", "save_checkpoint"]
+
+_NAMED = 8  # how many experts an error names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,7 @@ def save_checkpoint(
     _require_saveable(model)
     max_size = size_in_bytes(max_shard_size)
     full_precision = require_servable(plan, qparams, accept=accept)
-    _require_whole_stacks(plan, full_precision)
+    stacks = _quantized_stacks(plan, full_precision)
     layers = quantized_layers(model, plan, recipe, full_precision)
     config = quantization_config(model, recipe, layers)
     _warn_of_experts(plan, config)
@@ -77,9 +80,9 @@ def save_checkpoint(
     shards = Shards(folder, max_size)
     keep_ties = not _shares_quantized_weight(model, layers)
     state = _unquantized_state(model, layers, keep_ties)
-    for stack in plan.stacks:
-        state.pop(stack)
-    names = {name: own for stack in plan.stacks.values() for name, own in _saved(model, stack)}
+    for stack in stacks:
+        state.pop(stack.name)
+    names = {name: own for stack in stacks for name, own in _saved(model, stack)}
     if equalized is not None:
         own = dict(model.named_parameters(remove_duplicate=False))
         state.update(
@@ -113,14 +116,25 @@ def _require_saveable(model: nn.Module) -> None:
         )
 
 
-def _require_whole_stacks(plan: Plan, full_precision: Collection[str]) -> None:
-    for stack in plan.stacks.values():
-        without = [name for name in stack.members if name in full_precision]
-        if without:
+def _quantized_stacks(plan: Plan, full_precision: Collection[str]) -> list[ExpertStack]:
+    """Return the parameters whose experts are quantized: all of a module, or none.
+
+    :raises StatisticsError: if only some experts of a module are
+    """
+    found: list[ExpertStack] = []
+    for experts, stacks in groupby(plan.stacks.values(), lambda stack: stack.experts):
+        own = list(stacks)
+        members = [name for stack in own for name in stack.members]
+        without = [name for name in members if name in full_precision]
+        if without and len(without) < len(members):
+            named = ", ".join(without[:_NAMED])
+            more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
             raise StatisticsError(
-                f"{', '.join(without)} would stay in full precision, and no server loads experts "
-                f"of which only some are quantized; ignore all experts of {stack.experts}"
+                f"{named}{more} would stay in full precision, and no server loads experts of which "
+                f"only some are quantized; ignore all experts of {experts}"
             )
+        found += [] if without else own
+    return found
 
 
 def _shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:

@@ -18,6 +18,8 @@ __all__ = [
     "Dtype",
     "DtypeOption",
     "Equalize",
+    "ExpertTokens",
+    "ExpertsOption",
     "GgufFile",
     "Ignore",
     "KvCache",
@@ -59,11 +61,20 @@ class KvCache(str, Enum):
     INT8 = "int8"
 
 
+class ExpertTokens(str, Enum):
+    """Whose tokens the scales of an expert's inputs rest on."""
+
+    ROUTED = "routed"
+    FILL = "fill"
+    LAYER = "layer"
+
+
 class Accepted(str, Enum):
     """Problems that are refused unless the user accepts them."""
 
     UNOBSERVED = "unobserved"
     NOT_FINITE = "not_finite"
+    FEW_TOKENS = "few_tokens"
     UNFUSED = "unfused"
 
 
@@ -130,6 +141,16 @@ Equalize = Annotated[
         help="Move the size of outlier channels from inputs into weights: a number from 0 to 1, or "
         "[b]auto[/b].",
         show_default=False,
+        rich_help_panel=QUANTIZATION,
+    ),
+]
+ExpertsOption = Annotated[
+    ExpertTokens | None,
+    typer.Option(
+        help="Whose tokens the scales of an expert's inputs rest on: those that are [b]routed[/b] "
+        "to it; the same, but those of its layer where these are few ([b]fill[/b]); always those "
+        "of its [b]layer[/b].",
+        show_default="routed",
         rich_help_panel=QUANTIZATION,
     ),
 ]

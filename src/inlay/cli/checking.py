@@ -51,7 +51,9 @@ def check(
     Example: [b]inlay check ./SmolLM2 --scheme W8A8_STATIC[/b]
     """
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
+    wanted = wanted_of(
+        scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts=None
+    )
     wanted.require_recipe()
     from inlay.checkpoint.loading import random_model
     from inlay.workflow.checking import check_calibration

@@ -19,6 +19,8 @@ from inlay.cli.arguments import (
     Dtype,
     DtypeOption,
     Equalize,
+    ExpertsOption,
+    ExpertTokens,
     GgufFile,
     Ignore,
     KvCache,
@@ -37,9 +39,10 @@ from inlay.cli.arguments import (
 )
 from inlay.cli.outcome import show_result
 from inlay.cli.recipes import ObserverChoice, Wanted, run_observer_file
-from inlay.cli.terminal import calm_transformers, console, reported, tell
+from inlay.cli.terminal import calm_transformers, console, reported, reported_by_all, tell
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
+from inlay.ranks.identity import is_first
 
 if TYPE_CHECKING:
     from inlay.recipe import Strength
@@ -48,7 +51,7 @@ __all__ = ["calibrate", "explain", "merge", "requantize", "source_of", "wanted_o
 
 
 @app.command()
-@reported
+@reported_by_all
 def calibrate(
     model: Model,
     *,
@@ -59,6 +62,7 @@ def calibrate(
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
+    experts: ExpertsOption = None,
     data: Annotated[
         Path | None,
         file_option(
@@ -113,7 +117,7 @@ def calibrate(
     _require_apart(out, model)
     require_room(out, overwrite=overwrite)
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
     from inlay.data.tokenize import read_rows
 
     # Refuse data that cannot be read before loading the library and the model.
@@ -146,8 +150,9 @@ def calibrate(
         run.save(out, overwrite=overwrite, report=not no_report)
     except KeyboardInterrupt:
         _interrupted(statistics)
-    shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint holds them now
-    if not quiet:
+    if is_first():
+        shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint holds them now
+    if is_first() and not quiet:
         show_result(run, out)
 
 
@@ -162,6 +167,7 @@ def explain(
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
+    experts: ExpertsOption = None,
     gguf_file: GgufFile = None,
     download: Download = False,
     trust_remote_code: RemoteCode = False,
@@ -171,7 +177,7 @@ def explain(
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
     wanted.require_recipe()
     from inlay.checkpoint.loading import empty_model
     from inlay.cli.tree import tree_of
@@ -204,7 +210,7 @@ def explain(
 
 
 @app.command()
-@reported
+@reported_by_all
 def requantize(
     statistics: Annotated[
         Path,
@@ -227,6 +233,7 @@ def requantize(
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
+    experts: ExpertsOption = None,
     out: Out,
     accept: Accept = None,
     dtype: DtypeOption = Dtype.AUTO,
@@ -245,7 +252,7 @@ def requantize(
     _require_apart(out, model, statistics)
     require_room(out, overwrite=overwrite)
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize)
+    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
     wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.statistics.on_disk import StoredStatistics
@@ -263,7 +270,7 @@ def requantize(
         progress=False if quiet else None,
     )
     run.save(out, overwrite=overwrite, report=not no_report)
-    if not quiet:
+    if is_first() and not quiet:
         show_result(run, out)
 
 
@@ -306,6 +313,7 @@ def wanted_of(
     ignore: list[str] | None,
     kv_cache: KvCache | None,
     equalize: str | None,
+    experts: ExpertTokens | None,
 ) -> Wanted:
     """Collect what the options say about quantization; it becomes a recipe with the model."""
     if (scheme is None) == (recipe is None):
@@ -321,6 +329,7 @@ def wanted_of(
         ignore=tuple(ignore or ()),
         kv_cache=None if kv_cache is None else kv_cache.value,
         equalize=_strength(equalize),
+        experts=None if experts is None else experts.value,
     )
     if observer_file is not None:
         run_observer_file(observer_file)
@@ -364,7 +373,9 @@ def _statistics_folder(out: Path) -> Path:
 
 
 def _interrupted(statistics: Path) -> NoReturn:
-    if statistics.exists():
+    if not is_first():
+        pass
+    elif statistics.exists():
         tell(f"interrupted; {statistics} holds the statistics so far: continue with --resume")
     else:
         tell("interrupted before any statistics were saved; nothing was written")

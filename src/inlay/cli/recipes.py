@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
     from torch import nn
 
-    from inlay.recipe import Recipe, Strength
+    from inlay.recipe import Experts, Recipe, Strength
 
 __all__ = ["KV_CACHES", "ObserverChoice", "Wanted", "run_observer_file"]
 
@@ -73,6 +73,7 @@ class Wanted:
     ignore: tuple[str, ...] = ()
     kv_cache: str | None = None
     equalize: "Strength | None" = None
+    experts: "Experts | None" = None
 
     def require_known_names(self) -> None:
         """Refuse presets and observers that nobody knows, as far as names tell, at once."""
@@ -92,7 +93,7 @@ class Wanted:
         """Refuse whatever makes no recipe, before a model is loaded for it."""
         from inlay.recipe import Recipe
 
-        Recipe.from_config(self._config(), equalize=self._strength())
+        Recipe.from_config(self._config(), equalize=self._strength(), experts=self._experts())
 
     def recipe_for(self, model: "nn.Module") -> "Recipe":
         """Make the recipe for a model."""
@@ -101,10 +102,13 @@ class Wanted:
         config = self._config()
         ignore = [*(config.ignore or []), *self._ignored(model)]
         config.ignore = list(dict.fromkeys(ignore))
-        return Recipe.from_config(config, equalize=self._strength())
+        return Recipe.from_config(config, equalize=self._strength(), experts=self._experts())
 
     def _strength(self) -> "Strength | None":
         return self._start().equalize if self.equalize is None else self.equalize
+
+    def _experts(self) -> "Experts":
+        return self._start().experts if self.experts is None else self.experts
 
     def _config(self) -> "QuantizationConfig":
         """Return the config without what the model decides."""

@@ -1,40 +1,69 @@
 """Output of commands: results go to standard output, everything else to standard error."""
 
+import contextlib
 import functools
 import inspect
+import os
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from inlay.cli.arguments import Debug
-from inlay.errors import InlayError
+from inlay.cli.torchrun import process_group, started_by_torchrun
+from inlay.errors import InlayError, RankError
+from inlay.ranks.identity import is_first, rank
+from inlay.ranks.together import EndedError, channel, together
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["calm_transformers", "console", "reported", "table", "tell"]
+__all__ = ["calm_transformers", "console", "reported", "reported_by_all", "table", "tell"]
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:
-    """Add `--debug` to a command, and print its errors and warnings in a line or two."""
+    """Add `--debug` to a command, and print its errors and warnings in a line or two.
 
+    Started by torchrun, it runs in the first process.
+    """
+    return _reported(command, contextlib.nullcontext, on_all=False)
+
+
+def reported_by_all(command: Callable[..., None]) -> Callable[..., None]:
+    """The same for a command that uses all processes that torchrun started.
+
+    If one fails, all end, and one of them prints the error.
+    """
+    return _reported(command, process_group, on_all=True)
+
+
+def _reported(
+    command: Callable[..., None], group: Callable[[], AbstractContextManager[None]], *, on_all: bool
+) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, debug: bool, **kwargs: Any) -> None:
-        with warnings.catch_warnings():
+        joined = started_by_torchrun()
+        if joined and not on_all and os.environ["RANK"] != "0":
+            return
+        with group() if joined else contextlib.nullcontext(), warnings.catch_warnings():
             warnings.showwarning = _tell_warning  # type: ignore[assignment]
             try:
-                command(*args, **kwargs)
+                with together():
+                    command(*args, **kwargs)
             except KeyboardInterrupt:
-                tell("interrupted")
+                if _speaks():
+                    tell("interrupted")
                 raise typer.Exit(130) from None
             except (typer.Exit, typer.Abort, typer.BadParameter):
                 raise
+            except EndedError as ended:
+                _fail(ended.error, debug)
             except Exception as error:
                 _fail(error, debug)
 
@@ -47,9 +76,17 @@ def reported(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _speaks() -> bool:
+    """Whether this process is the one of all that says why they end."""
+    own = channel()
+    return own is None or own.speaks
+
+
 def _fail(error: Exception, debug: bool) -> NoReturn:
-    if debug:
+    if debug and (_speaks() or not isinstance(error, RankError)):
         typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+    elif not _speaks():
+        pass
     elif isinstance(error, InlayError):
         tell(f"error: {_shortened(_with_options(str(error)))}")
     else:
@@ -73,11 +110,14 @@ def _shortened(text: str) -> str:
 
 def tell(text: str) -> None:
     """Print a line to standard error."""
-    typer.echo(f"inlay: {text}", err=True)
+    who = "inlay" if is_first() else f"inlay: rank {rank()}"
+    typer.echo(f"{who}: {text}", err=True)
 
 
 def _tell_warning(message: Warning | str, *_where: Any) -> None:
-    tell(f"warning: {message}")
+    own = channel()
+    if own is None or own.is_news(str(message)):
+        tell(f"warning: {message}")
 
 
 def calm_transformers(quiet: bool) -> None:
@@ -85,7 +125,7 @@ def calm_transformers(quiet: bool) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    if quiet or not sys.stderr.isatty():
+    if quiet or not is_first() or not sys.stderr.isatty():
         logging.disable_progress_bar()
 
 

@@ -12,11 +12,13 @@ import torch
 from inlay.data.batch import Batch, main_tensor
 from inlay.data.tokenize import Row, Tokenization, read_rows, row_of
 from inlay.errors import ConfigurationError
+from inlay.ranks.division import Part
 
 __all__ = ["Batches", "batches_of"]
 
 _T = TypeVar("_T")
 _END = object()
+_ALL = Part()  # of one process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,10 @@ class Batches:
     only once and has no known length.
 
     :param source: description of the source, for people
-    :param samples: how many rows calibrate; None if that is known only after reading them
+    :param samples: how many rows calibrate; None if that is known only after reading them. Of data
+        that is divided over processes, these are the rows of all
+    :param part: which of the batches of all processes these are
+    :param is_divided: whether they were made by dividing data that all processes have
     :param can_repeat: whether they can be read again
     """
 
@@ -35,7 +40,14 @@ class Batches:
     calibration: Iterable[Batch]
     held_out: list[Batch]
     samples: int | None
+    part: Part = _ALL
+    is_divided: bool = False
     can_repeat: bool = True
+
+    @property
+    def numbered(self) -> Iterator[tuple[int, Batch]]:
+        """The batches to calibrate on, each with its number among those of all processes."""
+        return ((self.part.number(place), batch) for place, batch in enumerate(self))
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.calibration)
@@ -55,11 +67,16 @@ def batches_of(
     batch_size: int = 1,
     held_out: int = 16,
     vocabulary: int | None = None,
+    part: Part = _ALL,
 ) -> Batches:
     """Make batches from a file, texts, a dataset, or an iterable of batches.
 
     Rows are read in order, and no more of them than needed. Ready batches stay whole: all their
     rows count, and `max_length` and `batch_size` do not apply to them.
+
+    Over several processes, each has the batches of its part, which are those that one process would
+    make of the same rows. The first has all held-out ones. Ready batches are the process's own: it
+    takes all that it is given, and may be given none.
 
     :param data: a path to `.txt` or `.jsonl`; texts; rows with `text`, `messages` or `input_ids`,
         such as those of a dataset of Hugging Face; or batches: mappings, tuples or single tensors
@@ -71,12 +88,15 @@ def batches_of(
     :param held_out: how many rows to hold out: the ones after `samples`, else the last ones, but
         at most an eighth. No row is held out if neither the length nor `samples` is known
     :param vocabulary: how many token ids the model knows
+    :param part: the part of this process in the rows
     """
     _require_counts(max_length=max_length, batch_size=batch_size)
     _require_counts(least=0, held_out=held_out)
     if samples is not None:
         _require_counts(samples=samples)
-    opened = _open(data)
+    opened = _open(data, may_be_empty=part.size > 1)
+    if opened is None:
+        return Batches(source="no batches", calibration=[], held_out=[], samples=0, part=part)
 
     def checked(batch: Batch) -> Batch:
         _require_known_ids(batch, vocabulary)
@@ -84,26 +104,31 @@ def batches_of(
 
     tokenization = Tokenization(tokenizer=tokenizer, max_length=max_length)
 
-    def batched(items: Iterable[Any]) -> Iterator[Batch]:
+    def batched(items: Iterable[Any], own: Part) -> Iterator[Batch]:
         if not opened.holds_rows:
             return map(checked, items)
-        return (checked(tokenization.batch(rows)) for rows in _chunks(items, batch_size))
+        chunks = enumerate(_chunks(items, batch_size))
+        return (checked(tokenization.batch(rows)) for place, rows in chunks if own.takes(place))
 
     if samples is None and not opened.is_finite:
         return Batches(
             source=opened.name,
-            calibration=_Restartable(lambda: batched(opened)),
+            calibration=_Restartable(lambda: batched(opened, part)),
             held_out=[],
             samples=None,
+            part=part,
+            is_divided=opened.holds_rows,
             can_repeat=opened.again is not None,
         )
     weight = _count_one if opened.holds_rows else _row_count
     used, kept = _split(opened, weight, samples, held_out)
     return Batches(
         source=opened.described(len(used) + len(kept), used[0]),
-        calibration=list(batched(used)),
-        held_out=list(batched(kept)),
+        calibration=list(batched(used, part)),
+        held_out=list(batched(kept, _ALL)) if part.rank == 0 else [],
         samples=sum(map(weight, used)),
+        part=part,
+        is_divided=opened.holds_rows,
     )
 
 
@@ -144,7 +169,7 @@ class _Restartable:
         return self.begin()
 
 
-def _open(data: Any) -> _Opened:
+def _open(data: Any, may_be_empty: bool) -> _Opened | None:
     if isinstance(data, (str, os.PathLike)):
         rows = read_rows(data)
         return _peeked(os.path.basename(data), rows, again=lambda: read_rows(data))
@@ -157,14 +182,16 @@ def _open(data: Any) -> _Opened:
         )
     if not isinstance(data, Iterable):
         raise ConfigurationError(f"cannot calibrate on a {type(data).__name__}: {data!r}")
-    return _open_iterable(data)
+    return _open_iterable(data, may_be_empty)
 
 
-def _open_iterable(data: Iterable[Any]) -> _Opened:
+def _open_iterable(data: Iterable[Any], may_be_empty: bool) -> _Opened | None:
     name = _type_name(data)
     start = iter(data)
     can_begin_anew = start is not data
     first = next(start, _END)
+    if first is _END and may_be_empty:
+        return None
     holds_rows = _is_dataset(data) or _is_row(first)
     read = _rows if holds_rows else _ready_batches
     return _peeked(

@@ -1,6 +1,6 @@
 """Equalization of a model: its groups, the scales that statistics ask for, and what follows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
-from inlay.collectives import from_all_ranks
+from inlay.collectives import each_by_one_rank, from_all_ranks
 from inlay.equalization.collected import CollectedGroups
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
@@ -16,7 +16,7 @@ from inlay.equalization.scales import Reader, Scales, scales_of
 from inlay.equalization.weight_only import activation_aware_scales_of
 from inlay.errors import StatisticsError
 from inlay.graph import Equalizable, Lookup
-from inlay.recipe import Plan, Slot, channels_of
+from inlay.recipe import Plan, Slot, Strength, channels_of
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.on_disk import StoredStatistics
 from inlay.statistics.value import Statistics, measure
@@ -178,21 +178,40 @@ class Equalization:
         self.is_settled = True
 
     def _choose(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+        """Choose strength and scales of each group, on one rank for all.
+
+        So ranks agree to the last bit, whatever they compute with.
+        """
         strength = self.plan.recipe.equalize
         assert strength is not None
         self._agree_over_ranks(weight_of)
-        self._scales = {}
-        for group in self.collected.groups:
-            ranges = _ranges(group, statistics)
-            if ranges is None:
-                continue
-            readers = [self._reader(name, weight_of(name)) for name in group.readers]
-            means = _means(group, statistics)
-            if all(reader.input_steps is None for reader in readers):
-                found = activation_aware_scales_of(group, means, readers, strength)
-            else:
-                found = scales_of(group, *ranges, readers, strength, means=means)
-            self._scales[group] = found
+        ranges = {
+            group: found
+            for group in self.collected.groups
+            if (found := _ranges(group, statistics)) is not None
+        }
+        named = {str(place): group for place, group in enumerate(ranges)}
+
+        def scales(names: Iterable[str]) -> Iterator[tuple[str, tuple[float, torch.Tensor]]]:
+            for name in names:
+                group = named[name]
+                readers = [self._reader(reader, weight_of(reader)) for reader in group.readers]
+                means = _means(group, statistics)
+                found = _scales(group, ranges[group], means, readers, strength)
+                yield name, (found.strength, found.values)
+
+        chosen = each_by_one_rank(
+            {
+                name: sum(weight_of(reader).numel() for reader in group.readers)
+                for name, group in named.items()
+            },
+            scales,
+            device_of=lambda name: ranges[named[name]][0].device,
+        )
+        self._scales = {
+            named[name]: Scales(values=values, strength=strength)
+            for name, (strength, values) in chosen.items()
+        }
         self._scale_parameters()
 
     def _scale_parameters(self) -> None:
@@ -253,6 +272,18 @@ def _ranges(group: Group, statistics: StatisticsBySlot) -> tuple[torch.Tensor, t
     low = torch.stack([each.tensors["min_vals"] for each in known]).amin(0)
     high = torch.stack([each.tensors["max_vals"] for each in known]).amax(0)
     return (low, high) if bool(low.isfinite().all() & high.isfinite().all()) else None
+
+
+def _scales(
+    group: Group,
+    ranges: tuple[torch.Tensor, torch.Tensor],
+    means: torch.Tensor,
+    readers: Sequence[Reader],
+    strength: Strength,
+) -> Scales:
+    if all(reader.input_steps is None for reader in readers):
+        return activation_aware_scales_of(group, means, readers, strength)
+    return scales_of(group, *ranges, readers, strength, means=means)
 
 
 def _means(group: Group, statistics: StatisticsBySlot) -> torch.Tensor:

@@ -66,7 +66,7 @@ def report_of(
     return ReportData(
         title=f"{record.model}, {scheme}",
         model=record.model,
-        recipe=recipe_text(calibration.recipe.config, calibration.recipe.equalize),
+        recipe=recipe_text(calibration.recipe),
         scheme=scheme,
         data=record.data or "unknown data",
         samples=record.samples,

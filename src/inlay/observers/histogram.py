@@ -20,6 +20,7 @@ from inlay.ranges.args import key_of
 from inlay.ranges.clipping import ClipSearch, Loss, clip, divergence, quantization_error
 from inlay.ranges.float_histogram import FloatBins, Histogram
 from inlay.ranges.padding import as_weights
+from inlay.ranges.parts import Parts
 
 __all__ = ["HistogramObserver"]
 
@@ -97,6 +98,10 @@ class HistogramObserver(StaticMinMaxObserver):
         # Invalid values were counted as zero, whose bin is the first; take them out again.
         zeros = torch.arange(self.bins.size, device=observed.device) == 0
         return counts - zeros * ((~valid).sum() * observed.size(-1))
+
+    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+        counts = self.bins.count(as_stored(observed), parts)
+        return {**super().measure_parts(observed, parts), "counts": counts}
 
     @torch.no_grad()
     def range(self, args: QuantizationArgs | None = None, **settings: Any) -> MinMaxTuple:

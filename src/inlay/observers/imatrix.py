@@ -15,6 +15,7 @@ from inlay.observers.helpers import flatten_for_calibration
 from inlay.observers.kwargs import EXPAND, count, fraction, positive, switch
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.observers.mse import shrink_factors
+from inlay.ranges.parts import Parts
 from inlay.ranges.search import RangeSearch
 
 __all__ = ["IMatrixMSEObserver"]
@@ -113,6 +114,10 @@ class IMatrixMSEObserver(MeasuringObserver):
             "_imatrix_sum": squares,
             "_imatrix_count": none + (math.prod(x.shape[:-1]) if valid is None else valid.sum()),
         }
+
+    def measure_input_parts(self, x: torch.Tensor, parts: Parts) -> Tensors:
+        squares = x.to(_PRECISION).pow(2)
+        return {"_imatrix_sum": parts.total(squares), "_imatrix_count": parts.counts()}
 
     def follow(self, before: Mapping[str, torch.Tensor], measured: Tensors) -> Tensors:
         # The model may have moved to another device since the sums were gathered.

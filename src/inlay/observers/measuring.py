@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from inlay.observers.base import Observer
+from inlay.ranges.parts import Parts
 from inlay.reductions import MAXIMUM, MINIMUM, SUM, Reduction, reduction_of
 
 __all__ = ["MeasuringObserver", "Tensors"]
@@ -42,6 +43,32 @@ class MeasuringObserver(Observer):
         :param valid: which rows count, of shape (rows,); None if all do
         """
         raise NotImplementedError
+
+    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+        """Compute the statistics of each part of a value alone, along a first dimension.
+
+        What it gives for a part without observations is not looked at. If the class that implements
+        `measure` does not implement this too, the parts are measured one after another.
+        """
+        raise NotImplementedError
+
+    def measure_input_parts(self, x: torch.Tensor, parts: Parts) -> Tensors:
+        """Compute the statistics of each part of an input of the module; see `measure_parts`.
+
+        :param x: of shape (rows, features)
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def measures_parts(cls, *, of_input: bool = False) -> bool:
+        """Tell whether all parts of a value can be measured at once, exactly as one by one."""
+        whole = "measure_input" if of_input else "measure"
+        for base in cls.__mro__:
+            if f"{whole}_parts" in vars(base):
+                return base is not MeasuringObserver
+            if whole in vars(base):  # a subclass that measures otherwise
+                return False
+        return False
 
     def follow(self, before: Mapping[str, torch.Tensor], measured: Tensors) -> Tensors:
         """Compute the statistics after one more value from those before it."""

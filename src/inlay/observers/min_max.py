@@ -13,6 +13,7 @@ from inlay.observers.kwargs import AVERAGING_CONSTANT, Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.ranges.candidates import is_traced
 from inlay.ranges.padding import fill_invalid
+from inlay.ranges.parts import Parts
 
 __all__ = [
     "MemorylessMinMaxObserver",
@@ -32,6 +33,9 @@ class MemorylessMinMaxObserver(MeasuringObserver):
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         return _min_max(observed, valid)
 
+    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+        return _min_max_of_parts(observed, parts)
+
 
 @Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
@@ -47,6 +51,10 @@ class MovingAverage(MeasuringObserver):
 
     The first value sets the range. So the order of values matters: the latest of `n` weighs `c`,
     the one before it `c (1 - c)`, and the first `(1 - c) ** (n - 1)`.
+
+    Over ranks, and over runs that are merged, each follows its own values, and the averages are
+    weighed by their numbers: a value weighs what it does on its rank, times the share of that rank
+    in all values. So more ranks forget less.
     """
 
     _act_sync_dict = {"min_vals": dist.ReduceOp.AVG, "max_vals": dist.ReduceOp.AVG}
@@ -71,11 +79,20 @@ class MinMaxObserver(MovingAverage):
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         return _min_max(observed, valid)
 
+    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+        return _min_max_of_parts(observed, parts)
+
 
 def _min_max(observed: torch.Tensor, valid: torch.Tensor | None) -> Tensors:
     if valid is not None:
         observed = fill_invalid(observed, valid)
     low, high = _extremes(observed)
+    return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
+
+
+def _min_max_of_parts(observed: torch.Tensor, parts: Parts) -> Tensors:
+    # Rows first: a compiled graph takes these while it makes the value, and few numbers are left.
+    low, high = parts.least(observed.amin(-1)), parts.largest(observed.amax(-1))
     return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
 
 

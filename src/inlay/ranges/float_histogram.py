@@ -10,6 +10,8 @@ from functools import cached_property
 
 import torch
 
+from inlay.ranges.parts import Parts, beside
+
 __all__ = ["FloatBins", "Histogram"]
 
 _MANTISSA = 23  # bits of a float32 after sign and exponent
@@ -57,11 +59,12 @@ class FloatBins:
         bin_ += negative
         return bin_
 
-    def count(self, observed: torch.Tensor) -> torch.Tensor:
+    def count(self, observed: torch.Tensor, parts: Parts | None = None) -> torch.Tensor:
         """Count the values of each group in each bin.
 
         :param observed: values of shape (num_observations, *qparam_shape, group_size)
-        :return: int64 of shape (*qparam_shape, size)
+        :param parts: of the observations, each counted apart; None for all together
+        :return: int64 of shape (*qparam_shape, size), with a first dimension of parts if there are
         """
         shape = observed.shape[1:-1]
         groups = math.prod(shape)
@@ -69,8 +72,15 @@ class FloatBins:
         if groups > 1:  # give each group its own bins, one group after another
             first = torch.arange(groups, dtype=torch.int32, device=index.device) * self.size
             index = index + first.reshape(*shape, 1)
-        counts: torch.Tensor = torch.ops.inlay.count(index.flatten(), groups * self.size)
-        return counts.reshape(*shape, self.size)
+        many = 1
+        if parts is not None:  # and each part its own; observations of none are counted last
+            number = parts.numbers(len(observed)).to(torch.int32)
+            index = index + beside(number * (groups * self.size), index)
+            many += len(parts.ends)
+        counts: torch.Tensor = torch.ops.inlay.count(index.flatten(), many * groups * self.size)
+        if parts is None:
+            return counts.reshape(*shape, self.size)
+        return counts.reshape(many, *shape, self.size)[:-1]
 
     def magnitudes(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where the bins of one sign begin and end, in float64."""

@@ -3,7 +3,7 @@
 from inlay.recipe.describe import format_in_words, recipe_text, scheme_in_words
 from inlay.recipe.plan import Plan
 from inlay.recipe.presets import preset_names
-from inlay.recipe.recipe import AUTO_STRENGTH, Recipe, Strength
+from inlay.recipe.recipe import AUTO_STRENGTH, EXPERTS, Experts, Recipe, Strength
 from inlay.recipe.slot import (
     BASE_NAMES,
     CHANNELS,
@@ -17,7 +17,9 @@ __all__ = [
     "AUTO_STRENGTH",
     "BASE_NAMES",
     "CHANNELS",
+    "EXPERTS",
     "IMPORTANCE",
+    "Experts",
     "Plan",
     "Recipe",
     "Slot",

@@ -12,6 +12,8 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
 )
 
+from inlay.recipe.recipe import Recipe
+
 __all__ = ["format_in_words", "recipe_text", "scheme_in_words"]
 
 # Fields that do not say how to quantize, or are derived from the others.
@@ -35,9 +37,10 @@ def scheme_in_words(config: QuantizationConfig) -> str:
     return words
 
 
-def recipe_text(config: QuantizationConfig, equalize: float | str | None = None) -> str:
-    """Write the config as YAML that `Recipe.from_yaml` reads, without unset fields."""
-    content = config.model_dump(mode="json", exclude=_STATE_OF_CONFIG) | {"equalize": equalize}
+def recipe_text(recipe: Recipe) -> str:
+    """Write a recipe as YAML that `Recipe.from_yaml` reads, without unset fields."""
+    config = recipe.config.model_dump(mode="json", exclude=_STATE_OF_CONFIG)
+    content = {**config, **recipe.own_fields}
     text: str = yaml.safe_dump(
         _without_empty(content), sort_keys=False, default_flow_style=None, allow_unicode=True
     )

@@ -23,6 +23,7 @@ from inlay.observers import FUSED_LAYER_NAMES, flatten_for_calibration
 from inlay.ranges.args import key_of
 from inlay.recipe.experts import ExpertLinear, ExpertStack, expert_stacks
 from inlay.recipe.recipe import Recipe
+from inlay.recipe.served_experts import scheme_of_experts
 from inlay.recipe.slot import BASE_NAMES, Slot, channels_of
 
 __all__ = ["Plan"]
@@ -82,29 +83,18 @@ class Plan:
     def _add_experts(self, stacks: Sequence[ExpertStack]) -> None:
         """Give slots to the experts of a module, and to the parameters that hold them.
 
-        :raises ConfigurationError: if the recipe does not treat them alike
+        :raises ConfigurationError: if no server would run them as the recipe asks
         """
-        schemes, ignored = _schemes_of(self.recipe), self.recipe.config.ignore or ()
-        found = {
-            name: _matched(name, self.experts[name], schemes, ignored)
-            for stack in stacks
-            for name in stack.members
-        }
-        first = next(iter(found))
-        unlike = [name for name in found if _key_of(found[name]) != _key_of(found[first])]
-        if unlike:
-            raise ConfigurationError(
-                f"the recipe quantizes {unlike[0]} unlike {first}; a server runs all experts of "
-                f"{stacks[0].experts} as one, so target or ignore all of them"
-            )
-        scheme = found[first]
-        reason = "the recipe does not target them" if scheme is None else _reason_left(scheme)
-        if scheme is None or reason is not None:
-            self.experts_left[stacks[0].experts] = str(reason)
+        members = {name: self.experts[name] for stack in stacks for name in stack.members}
+        scheme = scheme_of_experts(
+            stacks[0].experts, members, _schemes_of(self.recipe), self.recipe.config.ignore or ()
+        )
+        if not isinstance(scheme, QuantizationScheme):
+            self.experts_left[stacks[0].experts] = scheme
             return
         parts = [("weight", scheme.weights), ("input", scheme.input_activations)]
         given = [(base_name, args) for base_name, args in parts if args is not None]
-        for name in found:
+        for name in members:
             self.kinds[name] = "linear"
             self._owners[self.experts[name].weight] = [name]
             self._add(name, given)
@@ -130,14 +120,35 @@ class Plan:
         """Return a slot, or that of all experts in a parameter."""
         return self._stacked[name] if name in self._stacked else self.slots[name]
 
+    def of_experts(self, slot: Slot) -> list[tuple[Slot, ...]]:
+        """Return the slots of each expert that a slot of all experts in a parameter stands for."""
+        stack = self.stacks[slot.module]
+        names = iter(stack.members)
+        return [
+            tuple(slot.moved_to(next(names)) for _ in stack.projections) for _ in stack.parameter
+        ]
+
     def with_stacks(self, qparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return qparams that also name the stacks of which all experts have some."""
-        complete: dict[str, Any] = {
-            f"{name}.weight": {}
-            for name, stack in self.stacks.items()
-            if all(f"{member}.weight" in qparams for member in stack.members)
-        }
+        """Return qparams that also have those of all experts, for stacks of which all have some.
+
+        Inputs are quantized with the qparams of all experts along a first dimension.
+        """
+        complete: dict[str, Any] = {}
+        for slot in self._stacked.values():
+            members = self.of_experts(slot)
+            if slot.is_observed and all(own.name in qparams for each in members for own in each):
+                # A folded weight follows from the parameter.
+                complete[slot.name] = {} if slot.is_weight else self.stacked(slot, qparams)
         return {**qparams, **complete}
+
+    def stacked(self, slot: Slot, qparams: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the qparams of all experts that a slot stands for, along a first dimension."""
+        of_each = [slot.moved_to(own.module).used_of(qparams) for own, *_ in self.of_experts(slot)]
+        return {
+            key: torch.stack([each[key] for each in of_each])
+            for key, value in of_each[0].items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def owner(self, weight: torch.Tensor | None, kind: str | None = None) -> str | None:
         """Find the module of that kind with this weight: a quantized one, if several share it."""
@@ -279,41 +290,6 @@ def _schemes_of(recipe: Recipe) -> dict[str, QuantizationScheme]:
     """The schemes of a recipe by target."""
     groups = recipe.config.config_groups.values()
     return {target: scheme for scheme in groups for target in scheme.targets}
-
-
-def _matched(
-    name: str,
-    module: nn.Module,
-    schemes: Mapping[str, QuantizationScheme],
-    ignore: Sequence[str],
-) -> QuantizationScheme | None:
-    matched = match_targets(name, module, schemes)
-    return schemes[matched[0]] if matched and not is_match(name, module, ignore) else None
-
-
-def _key_of(scheme: QuantizationScheme | None) -> str:
-    """A text that is the same for schemes that quantize alike, whatever they target."""
-    return "" if scheme is None else str(scheme.model_dump_json(exclude={"targets"}))
-
-
-def _reason_left(scheme: QuantizationScheme) -> str | None:
-    """Why experts in one parameter cannot be quantized this way; None if they can."""
-    inputs, weights = scheme.input_activations, scheme.weights
-    if weights is None:
-        return "the recipe does not quantize their weights"
-    if inputs is not None and inputs.dynamic is not True:
-        return (
-            "the recipe quantizes their inputs with scales found beforehand, and inputs are not "
-            "observed for each expert; use a scheme with dynamic inputs, or without"
-        )
-    if scheme.output_activations is not None:
-        return "the recipe quantizes their outputs"
-    if Slot("", "weight", weights).importance is not None:
-        return (
-            f"{weights.observer} weighs the channels of inputs, which are not observed for each "
-            "expert; name another observer for the weights"
-        )
-    return None
 
 
 def _require_fitting_weights(modules: Mapping[str, nn.Module], slots: Iterable[Slot]) -> None:

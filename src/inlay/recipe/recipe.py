@@ -25,14 +25,22 @@ from inlay.recipe.presets import (
 )
 from inlay.recipe.slot import make_observer
 
-__all__ = ["AUTO_STRENGTH", "Recipe", "Strength"]
+__all__ = ["AUTO_STRENGTH", "EXPERTS", "Experts", "Recipe", "Strength"]
 
 AUTO_STRENGTH: Literal["auto"] = "auto"
 # How much of the size of a channel moves into the weights: a number, or chosen for each value.
 Strength = float | Literal["auto"]
+# Which tokens the scales of an expert's inputs rest on.
+Experts = Literal["routed", "fill", "layer"]
+EXPERTS: dict[Experts, str] = {
+    "routed": "those that the model sends to it",
+    "fill": "the same, and those of its layer where these are few",
+    "layer": "those of its layer, whichever expert they were sent to",
+}
 
 _OWN_FIELDS = (
     "equalize",
+    "experts",
     "ignore",
     "inputs",
     "kv_cache",
@@ -51,13 +59,16 @@ class Recipe:
 
     :param equalize: how much of the size of outlier channels moves from inputs into weights before
         both are quantized, from 0 to 1, or "auto"; None to leave them as they are
+    :param experts: which tokens the scales of an expert's inputs rest on, of `EXPERTS`
     """
 
     config: QuantizationConfig
     equalize: Strength | None = None
+    experts: Experts = "routed"
 
     def __post_init__(self) -> None:
         _require_strength(self.equalize)
+        _require_experts(self.experts)
         if self.equalize is not None:
             object.__setattr__(self, "config", _with_exact_ranges(self.config))
         for scheme in self.config.config_groups.values():
@@ -78,6 +89,7 @@ class Recipe:
         outputs: Overrides | None = None,
         kv_cache: Overrides | None = None,
         equalize: Strength | None = None,
+        experts: Experts = "routed",
     ) -> "Recipe":
         """Make a recipe from a preset of compressed-tensors, or `W8A8_STATIC`, with changes.
 
@@ -88,6 +100,7 @@ class Recipe:
         :param outputs: the same for output activations, which no preset quantizes by itself
         :param kv_cache: `QuantizationArgs` of keys and values
         :param equalize: see `Recipe`
+        :param experts: see `Recipe`
         """
         scheme = preset(name, names_of(targets, "targets"))
         changes = {"weights": weights, "inputs": inputs, "outputs": outputs}
@@ -104,6 +117,7 @@ class Recipe:
                 kv_cache_scheme=change(None, kv_cache, "kv_cache"),
             ),
             equalize,
+            experts,
         )
 
     @classmethod
@@ -112,33 +126,51 @@ class Recipe:
         config: QuantizationConfig | Mapping[str, Any],
         *,
         equalize: Strength | None = None,
+        experts: Experts | None = None,
     ) -> "Recipe":
         """Make a recipe from a `QuantizationConfig`, which is copied, or from its fields.
 
         A group may name a preset and list its targets: `{"W8A8": ["Linear"]}`.
 
         :param equalize: see `Recipe`; fields may also have it
+        :param experts: the same
         """
         if isinstance(config, QuantizationConfig):
-            return cls(config.model_copy(deep=True), equalize)
+            return cls(config.model_copy(deep=True), equalize, experts or "routed")
         fields = _with_presets(config)
-        own = fields.pop("equalize", None)
-        return cls(checked(QuantizationConfig, **fields), own if equalize is None else equalize)
+        own, routed = fields.pop("equalize", None), fields.pop("experts", "routed")
+        return cls(
+            checked(QuantizationConfig, **fields),
+            own if equalize is None else equalize,
+            routed if experts is None else experts,
+        )
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the config, and `equalize` if it is set, as values that JSON keeps."""
-        fields: dict[str, Any] = self.config.model_dump(mode="json")
-        return fields if self.equalize is None else {**fields, "equalize": self.equalize}
+        """The fields of the config, and what is set of the recipe's own, as JSON keeps them."""
+        return {**self.config.model_dump(mode="json"), **self.own_fields}
+
+    @property
+    def own_fields(self) -> dict[str, Any]:
+        """What is set of the fields that a config does not have."""
+        own: dict[str, Any] = {} if self.equalize is None else {"equalize": self.equalize}
+        return own if self.experts == "routed" else {**own, "experts": self.experts}
 
     @classmethod
-    def from_yaml(cls, source: str | Path, *, equalize: Strength | None = None) -> "Recipe":
+    def from_yaml(
+        cls,
+        source: str | Path,
+        *,
+        equalize: Strength | None = None,
+        experts: Experts | None = None,
+    ) -> "Recipe":
         """Read a recipe from a YAML file, or from the text of one.
 
         The YAML holds the arguments of `from_preset`, a `QuantizationConfig`, or a recipe of
         llm-compressor with a `QuantizationModifier`.
 
         :param equalize: see `Recipe`; it goes before what the YAML says
+        :param experts: the same
         """
         text, place = _read(source)
         try:
@@ -149,17 +181,17 @@ class Recipe:
             raise ConfigurationError(f"{place} holds no recipe: expected a mapping of settings")
         modifiers = find_modifiers(content)
         if modifiers:
-            return cls.from_config(config_of_modifiers(modifiers, place), equalize=equalize)
+            content = config_of_modifiers(modifiers, place)
         if "config_groups" in content:
-            return cls.from_config(content, equalize=equalize)
+            return cls.from_config(content, equalize=equalize, experts=experts)
         require_known(content, _OWN_FIELDS, place)
         if "preset" not in content:
             raise ConfigurationError(
                 f"{place} names no preset; add `preset:` with one of {', '.join(preset_names())}"
             )
         settings = dict(content)
-        if equalize is not None:
-            settings["equalize"] = equalize
+        given = {"equalize": equalize, "experts": experts}
+        settings.update({name: value for name, value in given.items() if value is not None})
         return cls.from_preset(settings.pop("preset"), **settings)
 
 
@@ -168,6 +200,15 @@ def _require_strength(strength: Any) -> None:
     if strength in (None, AUTO_STRENGTH) or (is_number and 0 <= strength <= 1):
         return
     raise ConfigurationError(f'equalize must be a number from 0 to 1, or "auto", not {strength!r}')
+
+
+def _require_experts(experts: Any) -> None:
+    if experts not in EXPERTS:
+        known = "; ".join(f"{name}: {meaning}" for name, meaning in EXPERTS.items())
+        raise ConfigurationError(
+            f"experts says which tokens the scales of an expert rest on: {known}. "
+            f"There is no {experts!r}"
+        )
 
 
 def _with_exact_ranges(config: QuantizationConfig) -> QuantizationConfig:

@@ -9,8 +9,9 @@ from inlay.collectives import have_ranks
 from inlay.errors import StatisticsError
 from inlay.observers import Observer, QParamsDict
 from inlay.recipe import Plan, Slot
+from inlay.statistics.experts import ExpertStatistics
 from inlay.statistics.on_disk import problem_with
-from inlay.statistics.over_ranks import merge_over_ranks
+from inlay.statistics.over_ranks import agree_on_sharing, merge_over_ranks
 from inlay.statistics.rule import Rule, TensorSpec
 from inlay.statistics.value import Statistics
 
@@ -27,12 +28,16 @@ class StatisticsBySlot:
         # Slots that always see the same values have the same entry.
         self._own: dict[str, Statistics] = {}
         self._sharing: dict[str, tuple[Slot, ...]] = {}
+        # Those of all experts of a layer, by the first slot that a graph knows them by.
+        self._of_experts: dict[str, ExpertStatistics] = {}
         # Those of an earlier run; what an entry starts with when a graph first asks for it.
         self._stored: dict[str, Statistics] = {}
         self._of_all_ranks: dict[str, Statistics] | None = None
         # What slots would have seen of values that equalization scales, once that is decided.
         self.rescaled: dict[str, Statistics] = {}
         self.is_second_run = False  # over the data, which then flows through equalized weights
+        # Statistics of a whole layer, for experts that are to have these instead of their own.
+        self.replaced: dict[str, Statistics] = {}
 
     @property
     def is_final(self) -> bool:
@@ -73,6 +78,33 @@ class StatisticsBySlot:
         _require_same_kind(known, rule, specs)
         return known
 
+    def entry_of_experts(
+        self,
+        slots: Sequence[Slot],
+        rule: Rule,
+        specs: Sequence[TensorSpec] | None,
+        device: torch.device,
+    ) -> ExpertStatistics:
+        """The statistics of all experts that a graph updates for slots of their parameters."""
+        name = slots[0].name
+        if name not in self._of_experts:
+            members = [
+                tuple(own for each in alike for own in each)
+                for alike in zip(*map(self.plan.of_experts, slots), strict=True)
+            ]
+            known = ExpertStatistics.start(
+                Rule(slots[0]), slots, [own[0] for own in members], specs, device
+            )
+            self._of_experts[name] = known
+            for statistics, own in zip(known.of_expert, members, strict=True):
+                if own[0].name in self._stored:
+                    statistics.restore(self._stored[own[0].name])
+                self._own.update({slot.name: statistics for slot in own})
+                self._sharing.update({slot.name: own for slot in own})
+        known = self._of_experts[name]
+        _require_same_kind(known.of_expert[0], rule, specs)
+        return known
+
     def shared_with(self, slot: Slot) -> tuple[Slot, ...]:
         """The slots that always see the same values as this one, itself included."""
         return self._sharing.get(slot.name, ())
@@ -80,11 +112,14 @@ class StatisticsBySlot:
     def of(self, slot: Slot) -> Statistics | None:
         """What is known of a slot; over ranks that is what all have seen, once it is finalized.
 
-        If its value is equalized, this is what it would have seen of the scaled value.
+        If its value is equalized, this is what it would have seen of the scaled value; and it may
+        be what all experts of a layer have seen.
         """
-        return self.rescaled.get(slot.name) or self._gathered(slot)
+        decided = self.rescaled.get(slot.name) or self.replaced.get(slot.name)
+        return decided or self.gathered(slot)
 
-    def _gathered(self, slot: Slot) -> Statistics | None:
+    def gathered(self, slot: Slot) -> Statistics | None:
+        """What a slot itself has seen; over ranks that is what all have, once it is finalized."""
         for known in (self._of_all_ranks or {}, self._own, self._stored):
             if slot.name in known:
                 return known[slot.name]
@@ -114,28 +149,37 @@ class StatisticsBySlot:
         copies: dict[int, Statistics] = {}  # slots that share statistics share the copy
         found = {}
         for slot in self._gathering():
-            known = self._gathered(slot)
+            known = self.gathered(slot)
             if known is not None and not known.is_empty:
                 found[slot.name] = copies.setdefault(id(known), known.current())
         return found
 
-    def merge_ranks(self) -> None:
-        """Merge the statistics of all ranks, if there are any, and answer for all from now on."""
+    def merge_ranks(self, *, last_batch: int = 0) -> None:
+        """Merge the statistics of all ranks, if there are any, and answer for all from now on.
+
+        :param last_batch: the number of this rank's last batch, among those of all ranks
+        """
         if not have_ranks():
             return
+        sharing = {tuple(slot.name for slot in slots) for slots in self._sharing.values()}
+        first_of = {name: group[0] for group in agree_on_sharing(sorted(sharing)) for name in group}
         slots = {slot.name: slot for slot in self._gathering()}
-        own = {**self._stored, **self._own}
-        merged = merge_over_ranks(slots, own)
-        for name, slots_alike in self._sharing.items():
-            first = slots_alike[0].name
-            if name in merged and first in merged:
+        firsts = {name: slot for name, slot in slots.items() if first_of.get(name, name) == name}
+        merged = merge_over_ranks(firsts, {**self._stored, **self._own}, last_batch=last_batch)
+        for name in slots:
+            first = first_of.get(name, name)
+            if first in merged:
                 merged[name] = merged[first]  # equal ones stay one
         self._of_all_ranks = merged
 
     def forget_ranks(self) -> None:
         """Answer for this rank alone again, where the merged statistics were not usable."""
         self._of_all_ranks = None
-        self.rescaled = {}
+        self.rescaled, self.replaced = {}, {}
+
+    def forget_stored(self) -> None:
+        """Forget the statistics of an earlier run."""
+        self._stored = {}
 
     def restore(self, stored: Mapping[str, Statistics]) -> None:
         """Start from the statistics of an earlier run.
@@ -162,7 +206,14 @@ class StatisticsBySlot:
 
     def rewind(self, before: Mapping[str, Statistics]) -> None:
         """Forget what was observed since a snapshot was taken."""
+        experts = list(self._of_experts.items())
+        kept = {name for _, of_all in experts for name in of_all.rewound(before)}
+        self._of_experts = {
+            name: of_all for name, of_all in experts if of_all.of_expert[0].slot.name in kept
+        }
         for name, known in list(self._own.items()):
+            if known.slot.name in kept:
+                continue
             if name in before:
                 known.restore(before[name])
             else:

@@ -1,15 +1,17 @@
 """From statistics and weights to the qparams of all slots, after checking that they are sound."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from inlay.collectives import each_by_one_rank
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer, QParamsDict, fusion_problem, has_global_scale
 from inlay.progress import watched
 from inlay.ranges.args import key_of
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.statistics.coverage import fill_experts, require_coverage
 
 __all__ = ["ACCEPTABLE", "finalize", "known_words"]
 
@@ -17,8 +19,12 @@ __all__ = ["ACCEPTABLE", "finalize", "known_words"]
 ACCEPTABLE = {
     "unobserved": "slots that saw no data stay in full precision",
     "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
+    "few_tokens": "experts that saw few tokens are quantized by these",
     "unfused": "layers that are served as one keep global scales of their own",
 }
+
+# Searching a histogram of 2 ** 16 bins takes about as long as a weight of 2 ** 22 elements.
+_COST_OF_STATISTICS = 64.0
 
 WeightOf = Callable[[Slot], torch.Tensor]
 
@@ -41,19 +47,24 @@ def finalize(
     accept: Collection[str] = (),
     progress: bool | None = None,
     before: Callable[[], None] | None = None,
+    last_batch: int = 0,
 ) -> dict[str, QParamsDict]:
     """Compute the qparams of all slots, and have the statistics keep them.
 
-    Over ranks, the statistics are merged first, and from then on are those of all ranks.
+    Over ranks, the statistics are merged first, and from then on are those of all ranks. Each range
+    of a weight or an activation is searched by one rank, and all ranks get all qparams.
 
     :param weight_of: gives the weight of a weight slot
     :param accept: problems to accept instead of raising, of `ACCEPTABLE`
     :param before: what else is decided by the statistics of all ranks, before the qparams are
+    :param last_batch: see `StatisticsBySlot.merge_ranks`
     """
     accepted = known_words(accept)
     if statistics.qparams is None:
-        statistics.merge_ranks()
+        statistics.merge_ranks(last_batch=last_batch)
         try:
+            require_coverage(statistics, accepted)
+            fill_experts(statistics)
             if before is not None:
                 before()
             found = _Finalization(statistics, weight_of, accepted, progress).qparams()
@@ -74,13 +85,24 @@ class _Finalization:
     ) -> None:
         self.statistics, self.plan = statistics, statistics.plan
         self.weight_of, self.accept, self.progress = weight_of, accept, progress
+        self._fused: list[list[str]] = []  # weights that share a global scale
 
     def qparams(self) -> dict[str, QParamsDict]:
-        observers = {**self._activation_observers(), **self._weight_observers()}
+        activations, weights = self._activation_observers(), self._weight_observers()
+        observers = {**activations, **weights}
         first_of = self._first_sharing(observers)
         distinct = {name: observers[name] for name in dict.fromkeys(first_of.values())}
-        answers = dict(
-            watched(_answers(distinct), "computing scales", total=len(distinct), show=self.progress)
+
+        def answers_of(names: Sequence[str]) -> Iterable[tuple[str, QParamsDict | StatisticsError]]:
+            self._observe_weights({name: weights[name] for name in names if name in weights})
+            own = {name: distinct[name] for name in names}
+            return watched(_answers(own), "computing scales", total=len(own), show=self.progress)
+
+        answers = each_by_one_rank(
+            {name: self._cost(name) for name in distinct},
+            answers_of,
+            together=[*self._tied(weights).values(), *self._fused],
+            device_of=self._device_of,
         )
         found: dict[str, QParamsDict] = {}
         broken = []
@@ -88,6 +110,9 @@ class _Finalization:
             answer = answers[first]
             if not isinstance(answer, StatisticsError):
                 found[name] = answer
+                continue
+            if name == first:
+                broken.append(str(answer))
                 continue
             # Statistics that several slots share are broken in each, under its own name.
             broken += [str(own) for _, own in _answers({name: observers[name]})]
@@ -111,6 +136,7 @@ class _Finalization:
     def _activation_observers(self) -> dict[str, Observer]:
         slots = list(self.plan.activation_slots())
         observers = {slot.name: self.statistics.observer(slot) for slot in slots}
+        # Of experts it is known already that those without data are whole layers, and accepted.
         unobserved = [name for name, observer in observers.items() if not observer.has_statistics]
         if unobserved and "unobserved" not in self.accept:
             raise StatisticsError(
@@ -122,18 +148,47 @@ class _Finalization:
         return {name: o for name, o in observers.items() if name not in set(unobserved)}
 
     def _weight_observers(self) -> dict[str, Observer]:
+        """Observers of weights that have not seen them yet; tied weights have one observer."""
         observers = {slot.name: self._weight_observer(slot) for slot in self.plan.weight_slots()}
         self._fuse(observers)
-        observed: dict[tuple[int, str], Observer] = {}
-        slots = list(self.plan.weight_slots())
-        for slot in watched(slots, "observing weights", show=self.progress):
-            # Tied weights are one weight, as long as they are quantized alike.
-            weight = self.weight_of(slot)
-            observer = observed.setdefault((id(weight), key_of(slot.args)), observers[slot.name])
-            if observer is observers[slot.name]:
-                observer(weight.detach())
-            observers[slot.name] = observer
+        for names in self._tied(observers).values():
+            observers.update(dict.fromkeys(names, observers[names[0]]))
         return observers
+
+    def _tied(self, names: Iterable[str]) -> dict[tuple[int, str], list[str]]:
+        """Slots of the same weight, as long as it is quantized alike for all of them."""
+        # All at once: a weight may be a view, and the next view may be made in its place.
+        weights = {name: self.weight_of(self.plan.slots[name]) for name in names}
+        tied: dict[tuple[int, str], list[str]] = {}
+        for name, weight in weights.items():
+            key = id(weight), key_of(self.plan.slots[name].args)
+            tied.setdefault(key, []).append(name)
+        return tied
+
+    def _observe_weights(self, observers: Mapping[str, Observer]) -> None:
+        seen: set[int] = set()
+        for name, observer in watched(observers.items(), "observing weights", show=self.progress):
+            if id(observer) not in seen:
+                seen.add(id(observer))
+                observer(self.weight_of(self.plan.slots[name]).detach())
+
+    def _cost(self, name: str) -> float:
+        """How long a range takes to be found, roughly, in elements of a weight."""
+        slot = self.plan.slots[name]
+        if slot.base_name == "weight":
+            return float(self.weight_of(slot).numel())
+        known = self.statistics.of(slot)
+        return (
+            _COST_OF_STATISTICS * sum(t.numel() for t in known.tensors.values()) if known else 0.0
+        )
+
+    def _device_of(self, name: str) -> torch.device:
+        slot = self.plan.slots[name]
+        if slot.base_name == "weight":
+            return self.weight_of(slot).device
+        known = self.statistics.of(slot)
+        assert known is not None, "a slot that was observed has statistics"
+        return known.seen.device
 
     def _weight_observer(self, slot: Slot) -> Observer:
         observer = slot.make_observer()
@@ -156,6 +211,7 @@ class _Finalization:
                 refused.append(f"{parent}{{{problem}}}")
             else:
                 Observer.fuse(observer for observer in group.values() if observer is not None)
+                self._fused.append([f"{parent}{member}.weight" for member in members])
         if refused and "unfused" not in self.accept:
             raise StatisticsError(
                 "layers that are served as one need one global scale, and so the same scheme: "

@@ -1,10 +1,10 @@
 """Statistics on disk: kept while a run goes on, taken up again, merged, asked anew."""
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,12 @@ from inlay.files import new_file, write_atomically
 from inlay.observers import Observer
 from inlay.ranges.args import key_of
 from inlay.recipe import Recipe, Slot, make_observer
-from inlay.statistics.over_ranks import sum_over_ranks
+from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.value import Statistics, merge
 
 __all__ = [
     "FILE_NAME",
     "FOLDER_NAME",
-    "DataSeen",
     "StoredStatistics",
     "problem_with",
     "with_gathering_observers",
@@ -33,56 +32,10 @@ __all__ = [
 
 FILE_NAME = "statistics.safetensors"
 FOLDER_NAME = "statistics"  # in the folder of a checkpoint, where vLLM takes all safetensors for it
-_JSON_NAME = "statistics.json"
-_VERSION = 2
+_VERSION = 3
+_READABLE = (2, 3)
 _METADATA = "inlay"
 _SCALES = "equalized/"  # before the name of a group
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSeen:
-    """How far a run got through its data.
-
-    Only a run that keeps its statistics in a folder takes the fingerprint of its batches, because
-    only such a run can be resumed. Statistics that were saved once, beside a checkpoint, and those
-    of several runs together have none. They can be merged and quantized anew, and resuming refuses
-    them.
-
-    :param digest: fingerprint of all batches so far, to know the same data again; "" if it was not
-        taken
-    """
-
-    batches: int = 0
-    samples: int = 0
-    tokens: int = 0
-    padding_tokens: int = 0
-    digest: str = ""
-
-    def after(
-        self, batch_digest: bytes | None, *, samples: int, tokens: int, padding: int
-    ) -> "DataSeen":
-        """Add a batch. Without its fingerprint, and from then on, there is none of them all."""
-        together = ""
-        if batch_digest is not None and not self.is_unknown:
-            together = hashlib.sha256(bytes.fromhex(self.digest) + batch_digest).hexdigest()
-        return DataSeen(
-            batches=self.batches + 1,
-            samples=self.samples + samples,
-            tokens=self.tokens + tokens,
-            padding_tokens=self.padding_tokens + padding,
-            digest=together,
-        )
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether nobody can tell if other data is this data."""
-        return self.batches > 0 and not self.digest
-
-    def of_all_ranks(self) -> "DataSeen":
-        """What all ranks together have seen; what this one has, if there are no others."""
-        names = ("batches", "samples", "tokens", "padding_tokens")
-        total = sum_over_ranks({name: getattr(self, name) for name in names})
-        return DataSeen(**total, digest=self.digest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +54,18 @@ class StoredStatistics:
     slots: Mapping[str, Statistics]
     model: str = ""
     data: str = ""
-    data_seen: DataSeen = DataSeen()
+    data_seen: DataSeen = field(default_factory=DataSeen)
     groups: Sequence[Mapping[str, Any]] = ()
     is_second_run: bool = False
     scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
     strengths: Mapping[str, float] = field(default_factory=dict)
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, *, file_name: str = FILE_NAME) -> Path:
         """Write `statistics.safetensors` and, for people, `statistics.json`.
 
         The first holds everything and is complete at any time; the second follows it.
+
+        :param file_name: another name for the first; the second gets the same with another ending
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +93,7 @@ class StoredStatistics:
             "inlay": __version__,
             "model": self.model,
             "data": self.data,
-            "data_seen": asdict(self.data_seen),
+            "data_seen": self.data_seen.to_plain(),
             "recipe": self.recipe,
             "groups": list(self.groups),
             "is_second_run": self.is_second_run,
@@ -146,10 +101,10 @@ class StoredStatistics:
             "slots": described,
         }
         text = json.dumps(content, indent=1)
-        path = folder / FILE_NAME
+        path = folder / file_name
         with new_file(path) as partial:
             save_file(tensors, partial, metadata={_METADATA: text})
-        write_atomically(folder / _JSON_NAME, text)
+        write_atomically(path.with_suffix(".json"), text)
         return path
 
     @classmethod
@@ -158,20 +113,8 @@ class StoredStatistics:
         path = Path(path)
         inside = path / FOLDER_NAME / FILE_NAME
         file = inside if inside.exists() else path / FILE_NAME if path.is_dir() else path
-        try:
-            with safe_open(file, framework="pt") as opened:
-                text = (opened.metadata() or {}).get(_METADATA)
-                tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise ConfigurationError(f"cannot read the statistics {file}: {error}") from error
-        if text is None:
-            raise ConfigurationError(f"{file} holds no statistics of a calibration")
-        content = json.loads(text)
-        if content.get("version") != _VERSION:
-            raise ConfigurationError(
-                f"{file} has version {content.get('version')}, and this is version {_VERSION}; "
-                "read it with the Inlay that wrote it"
-            )
+        with _opened(file) as (content, opened):
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         slots = {
             name: Statistics(
                 slot=Slot(
@@ -189,7 +132,7 @@ class StoredStatistics:
             slots=slots,
             model=content["model"],
             data=content["data"],
-            data_seen=DataSeen(**content["data_seen"]),
+            data_seen=DataSeen.from_plain(content["data_seen"]),
             groups=content.get("groups", ()),
             is_second_run=content.get("is_second_run", False),
             scales={
@@ -199,6 +142,12 @@ class StoredStatistics:
             },
             strengths=content.get("strengths", {}),
         )
+
+    @staticmethod
+    def data_seen_in(file: Path) -> DataSeen:
+        """Read only what data the statistics in a file are of."""
+        with _opened(file) as (content, _):
+            return DataSeen.from_plain(content["data_seen"])
 
     def merge(self, *others: "StoredStatistics") -> "StoredStatistics":
         """The statistics of several runs as those of one, merged as the ranks of one run are."""
@@ -221,24 +170,37 @@ class StoredStatistics:
             )
         if problems:
             raise StatisticsError("these statistics cannot be merged: " + "; ".join(problems))
-        of = [run.data_seen for run in runs]
         groups = {json.dumps(group): group for run in runs for group in run.groups}
         return replace(
             self,
             slots=merged,
             groups=tuple(groups.values()),
             data=" and ".join(dict.fromkeys(run.data for run in runs if run.data)),
-            data_seen=DataSeen(
-                batches=sum(p.batches for p in of),
-                samples=sum(p.samples for p in of),
-                tokens=sum(p.tokens for p in of),
-                padding_tokens=sum(p.padding_tokens for p in of),
-            ),
+            data_seen=replace(DataSeen.of_all(run.data_seen for run in runs), fingerprints={}),
         )
 
 
 def _are_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Open a file of statistics: what it says about itself, and its tensors."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            text = (opened.metadata() or {}).get(_METADATA)
+            if text is None:
+                raise ConfigurationError(f"{file} holds no statistics of a calibration")
+            content = json.loads(text)
+            if content.get("version") not in _READABLE:
+                raise ConfigurationError(
+                    f"{file} has version {content.get('version')}, and this is version {_VERSION}; "
+                    "read it with the Inlay that wrote it"
+                )
+            yield content, opened
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"cannot read the statistics {file}: {error}") from error
 
 
 def problem_with(stored: Statistics, slot: Slot) -> str | None:

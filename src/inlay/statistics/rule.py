@@ -10,6 +10,7 @@ from compressed_tensors.quantization.utils import calculate_range
 from inlay.errors import StatisticsError
 from inlay.observers import MeasuringObserver, Observer, flatten_for_calibration
 from inlay.ranges.args import key_of
+from inlay.ranges.parts import Parts, beside
 from inlay.recipe import Slot
 from inlay.statistics.functional import run_on_shadow, tensors_of
 from inlay.torch_private import allow_real_tensors, fake_mode_of, without_fake_mode
@@ -170,6 +171,36 @@ class Rule:
             return after
         # A batch of nothing but padding changes nothing.
         return {name: torch.where(valid.any(), after[name], before[name]) for name in before}
+
+    @property
+    def measures_parts(self) -> bool:
+        """Whether all parts of a value can be measured at once."""
+        if not isinstance(self.observer, MeasuringObserver) or not self.measures:
+            return False
+        return self.observer.measures_parts(of_input=self.slot.watches_input)
+
+    def after_parts(
+        self, before: Tensors, seen: torch.Tensor, value: torch.Tensor, parts: Parts
+    ) -> Tensors:
+        """Compute the statistics of each part after a value from those before it.
+
+        Statistics have a first dimension of parts. A part without tokens keeps its own.
+
+        :param seen: how many values each part had before
+        """
+        assert isinstance(self.observer, MeasuringObserver)
+        measured = (
+            self.observer.measure_input_parts(value, parts)
+            if self.slot.watches_input
+            else self.observer.measure_parts(self._flat(value), parts)
+        )
+        later = self.observer.follow(before, measured)
+        is_first, has_tokens = seen == 0, parts.counts() > 0
+        after = {}
+        for name, own in before.items():
+            new = torch.where(beside(is_first, own), measured[name], later[name])
+            after[name] = torch.where(beside(has_tokens, own), new, own)
+        return after
 
     def first(
         self, before: Tensors, value: torch.Tensor, valid: torch.Tensor | None = None

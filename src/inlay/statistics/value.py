@@ -165,8 +165,8 @@ def measure(slot: Slot, value: torch.Tensor, mask: torch.Tensor | None = None) -
     )
 
 
-def merge(one: Statistics, other: Statistics) -> Statistics:
-    """The statistics of two sources as those of both.
+def merge(one: Statistics, *others: Statistics) -> Statistics:
+    """The statistics of several sources as those of all.
 
     It does not matter which is which, nor how several are put together: minima, maxima and sums are
     merged as such, averages are weighted by the number of values. (In the order of batches, moving
@@ -174,11 +174,13 @@ def merge(one: Statistics, other: Statistics) -> Statistics:
 
     :raises StatisticsError: if other rules gathered them, or they are those of the last batch
     """
-    if one.rule != other.rule:
+    sources = [source for source in (one, *others) if not source.is_empty]
+    if any(source.rule != one.rule for source in others):
         raise StatisticsError("they were gathered by other rules")
-    if one.is_empty or other.is_empty:
-        return (other if one.is_empty else one).current()
-    if not (one.is_complete and other.is_complete):
+    if len(sources) < 2:
+        return (sources[0] if sources else one).current()
+    one = sources[0]
+    if not all(source.is_complete for source in sources):
         raise StatisticsError(
             f"{one.slot.observer} keeps what it learns outside of tensors, which cannot be merged"
         )
@@ -193,10 +195,10 @@ def merge(one: Statistics, other: Statistics) -> Statistics:
         tensors={
             name: merged(
                 reduction_of(operations[name], f"{one.slot.name}: {name}"),
-                [(source.tensors[name], int(source.seen)) for source in (one, other)],
+                [(source.tensors[name], int(source.seen)) for source in sources],
             )
             for name in one.tensors
         },
-        seen=one.seen + other.seen,
-        tokens=one.tokens + other.tokens,
+        seen=torch.stack([source.seen for source in sources]).sum(),
+        tokens=torch.stack([source.tokens for source in sources]).sum(),
     )

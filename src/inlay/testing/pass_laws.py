@@ -14,7 +14,7 @@ from inlay.errors import GraphError
 from inlay.graph import Pass, PassResult, Pipeline, fake_value, made_by, observes
 from inlay.graph.editing import leaves
 from inlay.passes import PREPARE, OutlineRepeats, PruneUnobserved
-from inlay.testing.docstrings import Documented, documented, op_names
+from inlay.testing.docstrings import Documented, difference, documented
 from inlay.testing.graphs import GraphCase, graphs, inputs_for
 from inlay.testing.law import BrokenLawError, Law, law, require
 
@@ -252,17 +252,14 @@ def the_docstring_is_what_it_does(subject: PassSubject, case: str) -> None:
     assert shown is not None
     gm = subject.example if subject.example is not None else shown.graph()
     assert gm is not None
-    require(
-        op_names(gm) == shown.before,
-        f"the docstring shows {_listed(shown.before)} before, and the graph has "
-        f"{_listed(op_names(gm))}",
-    )
+    _require_shown(shown.lines_before, gm, "before the pass")
     step = subject.step if isinstance(subject.step, Pass) else subject.step()
-    found = op_names(step(gm).graph_module)
-    require(
-        found == shown.after,
-        f"the docstring shows {_listed(shown.after)} after, and the graph has {_listed(found)}",
-    )
+    _require_shown(shown.lines_after, step(gm).graph_module, "after the pass")
+
+
+def _require_shown(lines: Sequence[str], gm: GraphModule, when: str) -> None:
+    differs = difference(lines, gm)
+    require(differs is None, f"{when}, {differs}")
 
 
 def _is_required(field: Field[Any]) -> bool:
@@ -271,10 +268,6 @@ def _is_required(field: Field[Any]) -> bool:
 
 def _more(slots: set[str]) -> str:
     return f", and now {', '.join(sorted(slots))}" if slots else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names) or "nothing"
 
 
 def _slots(gm: GraphModule, case: GraphCase) -> set[str]:

@@ -1,7 +1,7 @@
 """Calibrating a model on data, or quantizing it anew from saved statistics."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +9,27 @@ import torch
 from torch import nn
 
 from inlay.checkpoint.loading import require_full_precision
-from inlay.data.batch import count_tokens, digest, on_device_of, varying_sizes
+from inlay.collectives import from_all_ranks
+from inlay.data.batch import count_tokens, on_device_of, varying_sizes
 from inlay.data.sources import Batches, batches_of
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.files import require_writable
 from inlay.progress import Bar
+from inlay.ranks.division import Part
+from inlay.ranks.identity import is_first
+from inlay.ranks.together import look_around, together
 from inlay.recipe import Recipe
 from inlay.run_record import Stages, model_name
-from inlay.statistics.on_disk import FILE_NAME, DataSeen, StoredStatistics
+from inlay.statistics.data_seen import DataSeen
+from inlay.statistics.on_disk import StoredStatistics
 from inlay.workflow.calibration_run import Run
+from inlay.workflow.keeping import Keeper
 
 __all__ = ["calibrate", "requantize"]
 
-# Seconds between two saves of the statistics: the most that an interruption can cost.
-_SAVE_EVERY = 60.0
 _SEARCHING = "searching ranges"
-_NO_DATA = Batches(source="no data", calibration=[], held_out=[], samples=0)
 
 
+@together()
 def calibrate(
     model: nn.Module,
     recipe: Recipe,
@@ -46,6 +49,11 @@ def calibrate(
 ) -> Run:
     """Observe a model on data, then compute its scales and zero points.
 
+    Under a process group, all processes call it, and all get the qparams of all the data. Rows that
+    Inlay reads, from a file, a dataset or a list of texts that all processes have, are divided:
+    each process takes every n-th batch of those that one process would make. Ready batches are the
+    process's own. If one process fails, all raise an error that says which, and why.
+
     :param data: batches, texts, a `.txt` or `.jsonl` file or a dataset; see `inlay.data`. None
         if the recipe needs no data: weights alone, or activations quantized dynamically
     :param tokenizer: a tokenizer; needed only for data that is text
@@ -64,8 +72,9 @@ def calibrate(
     require_full_precision(getattr(model, "config", None), name)
     stages = Stages()
     with stages("reading data"):
+        part = Part.own()
         batches = (
-            _NO_DATA
+            Batches(source="no data", calibration=[], held_out=[], samples=0, part=part)
             if data is None
             else batches_of(
                 data,
@@ -75,9 +84,10 @@ def calibrate(
                 batch_size=batch_size,
                 held_out=held_out,
                 vocabulary=_vocabulary(model),
+                part=part,
             )
         )
-    keeper = _Keeper(None if statistics is None else Path(statistics), name, batches)
+    keeper = Keeper(None if statistics is None else Path(statistics), name, recipe, batches)
     run = keeper.begin(
         model,
         recipe,
@@ -94,10 +104,12 @@ def calibrate(
         _observe_all(run, batches, keeper, count_padding)
     with stages(_SEARCHING):
         run.finalize(accept=accept)
-    keeper.save(run)
+    run.data += _divided(batches, run.data_parts)
+    keeper.finish(run)
     return run
 
 
+@together()
 def requantize(
     model: nn.Module,
     recipe: Recipe,
@@ -109,27 +121,27 @@ def requantize(
 ) -> Run:
     """Compute scales and zero points from saved statistics, without running the model.
 
+    Under a process group, all processes call it with the same statistics, and each searches a part
+    of the ranges.
+
     :param statistics: statistics of the same model, gathered for a recipe like this one
     :param tokenizer: a tokenizer to write beside the checkpoint
     :param accept: see `Calibration.finalize`
     :param progress: draw progress bars; by default if there is a terminal
     :return: the finalized calibration, ready for `save`
     """
-    run = _restored(
+    run = Run.from_statistics(
         model, recipe, statistics, tokenizer=tokenizer, data=statistics.data, progress=progress
     )
+    assert isinstance(run, Run)
+    if not is_first():
+        run.forget_data()  # what all have counts once
     with run.stages(_SEARCHING):
         run.finalize(accept=accept)
     return run
 
 
-def _restored(model: nn.Module, recipe: Recipe, stored: StoredStatistics, **options: Any) -> Run:
-    run = Run.from_statistics(model, recipe, stored, **options)
-    assert isinstance(run, Run)
-    return run
-
-
-def _observe_all(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool) -> None:
+def _observe_all(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) -> None:
     """Run the data, and once more if observers have to see inputs that are equalized by then."""
     if not run.needs_second_run:  # or the second one was interrupted
         _observe(run, batches, keeper, count_padding)
@@ -144,7 +156,7 @@ def _observe_all(run: Run, batches: Batches, keeper: "_Keeper", count_padding: b
     seen = run.data_seen
     with run.stages("equalizing"):
         run.equalize()
-    keeper.save(run)
+    keeper.begin_second_run(run)
     _observe(run, batches, keeper, count_padding)
     if run.data_seen != seen:
         raise StatisticsError(
@@ -154,41 +166,32 @@ def _observe_all(run: Run, batches: Batches, keeper: "_Keeper", count_padding: b
         )
 
 
-def _observe(run: Run, batches: Batches, keeper: "_Keeper", count_padding: bool) -> None:
-    model, already = run.model, run.data_seen
-    again = DataSeen()  # batches that the interrupted run has observed already
+def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) -> None:
+    model = run.model
     checked = 0  # graphs that are known to leave out padding
     total = _count(batches)
     varying = varying_sizes(batches if total else ())
     show = run.show_progress
     if total is not None:
-        run.expect(total - already.batches)
+        run.expect(total - keeper.left_out)
     with Bar(_label(run), total=total, unit="tokens", show=show) as bar:
-        for batch in batches:
-            tokens, padding = count_tokens(batch)
-            step = {"samples": _rows(batch), "tokens": tokens, "padding": padding}
-            if again.batches < already.batches:
-                again = again.after(keeper.fingerprint(batch), **step)
-                if again.batches == already.batches and again != already:
-                    raise StatisticsError(
-                        f"the first {already.batches} batches are not those of the interrupted "
-                        "run; resume with the same data and settings, or start anew"
-                    )
+        for number, batch in batches.numbered:
+            look_around()
+            if keeper.was_seen(number, batch):
                 bar.advance(0)
                 continue
+            tokens, padding = count_tokens(batch)
             _run_timed(run, on_device_of(model, batch, varying))
             if padding and not count_padding and checked < len(run.graphs):
                 run.require_padding_left_out()
                 checked = len(run.graphs)
-            run.data_seen = run.data_seen.after(keeper.fingerprint(batch), **step)
+            run.data_seen = run.data_seen.after(
+                samples=_rows(batch), tokens=tokens, padding=padding
+            )
             bar.advance(tokens, run.tier)
-            keeper.save_now_and_then(run)
-    if again.batches < already.batches:
-        raise StatisticsError(
-            f"the data has {again.batches} batches, but the interrupted run had observed "
-            f"{already.batches}; resume with the same data"
-        )
-    if run.data_seen.batches == 0:
+            keeper.note(run, number, batch)
+    keeper.require_all_met()
+    if not any(from_all_ranks(run.data_seen.batches)):
         raise ConfigurationError(
             "the recipe quantizes activations statically, or weighs weights by them, and there is "
             "no data to observe; give data"
@@ -201,61 +204,24 @@ def _label(run: Run) -> str:
     return "calibrating, run 2 of 2" if run.statistics.is_second_run else "calibrating, run 1 of 2"
 
 
+def _divided(batches: Batches, parts: Sequence[DataSeen]) -> str:
+    """Say how the data was divided over several processes, if it was."""
+    counts = [part.batches for part in parts]
+    if len(counts) < 2 or not any(counts):
+        return ""
+    each = f"{counts[0]:,} each" if len(set(counts)) == 1 else ", ".join(f"{n:,}" for n in counts)
+    if len(counts) > 8 and len(set(counts)) > 1:
+        each = f"{min(counts):,} to {max(counts):,} each"
+    how = "divided over" if batches.is_divided else "and those of all"
+    return f", {how} {len(counts)} processes ({each} of {sum(counts):,} batches)"
+
+
 def _run_timed(run: Run, batch: Any) -> None:
     """Run a batch. One in which something was traced or compiled is a stage of its own."""
     known, start = run.compilations, time.perf_counter()
     run.run(batch)
     name = "calibrating" if run.compilations == known else "tracing and compiling"
     run.stages.add(name, time.perf_counter() - start)
-
-
-class _Keeper:
-    """Saves the statistics of a run in a folder now and then, if it has one."""
-
-    def __init__(self, folder: Path | None, model: str, batches: Batches) -> None:
-        self.folder, self.model, self.data = folder, model, batches.source
-        self._saved = time.monotonic()
-
-    def begin(self, model: nn.Module, recipe: Recipe, resume: bool, **options: Any) -> Run:
-        if self.folder is not None:
-            require_writable(self.folder)
-        found = self.folder is not None and (self.folder / FILE_NAME).exists()
-        if not resume:
-            if found:
-                raise ConfigurationError(
-                    f"{self.folder} holds the statistics of an earlier run; continue it "
-                    "(resume=True, --resume), or remove the folder"
-                )
-            return Run(model, recipe, **options)
-        if self.folder is None:
-            raise ConfigurationError("to resume, name the folder of statistics: statistics=folder")
-        if not found:
-            return Run(model, recipe, **options)
-        stored = StoredStatistics.load(self.folder)
-        if stored.recipe != recipe.fields:
-            raise ConfigurationError(
-                f"{self.folder} was calibrated with another recipe; resume with the same one"
-            )
-        if stored.data_seen.is_unknown:
-            raise ConfigurationError(
-                f"{self.folder} does not say which batches its statistics are of, as those of a "
-                "checkpoint and merged ones do not; start anew with another folder, and merge the "
-                "two (StoredStatistics.merge, inlay merge)"
-            )
-        return _restored(model, recipe, stored, **options)
-
-    def fingerprint(self, batch: Any) -> bytes | None:
-        """Return the fingerprint of a batch where statistics are kept, since it takes time."""
-        return None if self.folder is None else digest(batch)
-
-    def save_now_and_then(self, run: Run) -> None:
-        if time.monotonic() - self._saved >= _SAVE_EVERY:
-            self.save(run)
-
-    def save(self, run: Run) -> None:
-        if self.folder is not None:
-            run.stored(model=self.model, data=self.data).save(self.folder)
-        self._saved = time.monotonic()
 
 
 def _count(batches: Batches) -> int | None:

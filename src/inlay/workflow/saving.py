@@ -13,6 +13,8 @@ from inlay.errors import ConfigurationError
 from inlay.evaluation.compare import compare
 from inlay.evaluation.summary import report_of
 from inlay.files import new_folder, write_atomically
+from inlay.ranks.identity import is_first
+from inlay.ranks.together import together
 from inlay.recipe import recipe_text
 from inlay.run_record import Record, Stages, model_name
 from inlay.statistics.on_disk import FOLDER_NAME
@@ -22,6 +24,7 @@ __all__ = ["save"]
 _WRITING, _COMPARING = "writing", "comparing"
 
 
+@together()
 def save(
     calibration: Calibration,
     folder: str | Path,
@@ -35,6 +38,9 @@ def save(
     stages: Stages | None = None,
 ) -> Path:
     """Write everything under a temporary name, and rename the folder when it is complete.
+
+    Over ranks, every rank calls it. The first writes, and compares before and after; the others
+    wait for it.
 
     :param calibration: a finalized calibration
     :param tokenizer: a tokenizer to write beside the checkpoint
@@ -50,6 +56,8 @@ def save(
     require_servable(statistics.plan, calibration.qparams, accept=accept)
     stages = stages or Stages()
     stages.forget(_WRITING, _COMPARING)  # an earlier save is not part of this one
+    if not is_first():
+        return Path(folder)
     with new_folder(folder, overwrite=overwrite) as partial:
         with stages(_WRITING):
             sizes = save_checkpoint(
@@ -66,7 +74,7 @@ def save(
             )
             stored = calibration.stored(model=record.model, data=record.data)
             stored.save(partial / FOLDER_NAME)
-            write_atomically(partial / "recipe.yaml", recipe_text(recipe.config, recipe.equalize))
+            write_atomically(partial / "recipe.yaml", recipe_text(recipe))
         if report:
             with stages(_COMPARING):
                 comparison = compare(model, calibration, held_out)

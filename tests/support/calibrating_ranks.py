@@ -1,0 +1,158 @@
+"""Runs of `inlay.calibrate` on ranks and alone. In a module of its own, for them to import."""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from plain_llama import plain_llama
+from torch import distributed as dist
+from torch import nn
+
+import inlay
+from inlay.ranks import together
+from inlay.statistics.finalize import _Finalization
+from inlay.workflow import keeping
+
+WORDS = 24
+
+
+class Words(nn.Module):
+    """Layers of which the last one is reached only by batches of six words and more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, 8)
+        self.first, self.second, self.seldom = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) * attention_mask.unsqueeze(-1)
+        x = self.second(torch.relu(self.first(x)))
+        return self.seldom(x) if input_ids.shape[1] > 5 else x
+
+
+def rows(count: int, length: int = 5) -> list[dict[str, list[int]]]:
+    """Rows of token ids; with a row of length 6, once, that alone reaches all layers."""
+    found = [[(3 * row + 5 * place) % WORDS for place in range(length)] for row in range(count)]
+    if count:
+        found[count // 2] = list(range(6))
+    return [{"input_ids": ids} for ids in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run of `calibrate`.
+
+    :param own: ready batches for each rank, in place of rows that are divided
+    :param stop: ranks, with the number of the batch after which each stops, and the way it does
+    """
+
+    data: Any = None
+    own: tuple[Any, ...] = ()
+    scheme: str = "W8A8_STATIC"
+    llama: int = 0
+    inputs: dict[str, Any] | None = None
+    weights: dict[str, Any] | None = None
+    equalize: Any = None
+    stop: dict[int, tuple[int, str]] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Calibrate, and say everything that should be the same on all ranks, and some more."""
+    changes = {"inputs": job.inputs, "weights": job.weights, "equalize": job.equalize}
+    recipe = inlay.Recipe.from_preset(
+        job.scheme, ignore=["lm_head"] * bool(job.llama), **{k: v for k, v in changes.items() if v}
+    )
+    torch._dynamo.reset()
+    data = job.own[_rank()] if job.own else job.data
+    model = plain_llama(job.llama) if job.llama else Words()
+    with _stopping(job.stop), _noting() as noted:
+        done = inlay.calibrate(model, recipe, data, compiler="eager", **job.options)
+    stored = done.stored()
+    return {
+        "same": {
+            "qparams": {
+                name: {key: value.tolist() for key, value in found.items() if value is not None}
+                for name, found in (done.qparams or {}).items()
+            },
+            "statistics": {
+                name: ({k: t.tolist() for k, t in known.tensors.items()}, int(known.tokens))
+                for name, known in stored.slots.items()
+            },
+            "seen": (done.record.samples, done.record.tokens, stored.data_seen.batches),
+            "equalized": [str(each) for each in done.equalization.done],
+        },
+        "data": done.record.data,
+        "held out": len(done.held_out),
+        **noted,
+    }
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@contextmanager
+def _noting() -> Iterator[dict[str, Any]]:
+    """Note which weights are searched here, and count collectives."""
+    observe, counts = _Finalization._observe_weights, Counter[str]()
+    noted: dict[str, Any] = {"weights": [], "collectives": counts}
+
+    def observed(self: Any, observers: Any) -> None:
+        noted["weights"] += list(observers)
+        observe(self, observers)
+
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_object")}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    _Finalization._observe_weights = observed  # type: ignore[method-assign]
+    for name in kept:
+        setattr(dist, name, counted(name))
+    try:
+        yield noted
+    finally:
+        _Finalization._observe_weights = observe  # type: ignore[method-assign]
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+@contextmanager
+def _stopping(stop: dict[int, tuple[int, str]]) -> Iterator[None]:
+    """Save after every batch, and stop after a certain one, if this rank is to."""
+    note, every, lost = keeping.Keeper.note, keeping._SAVE_EVERY, together._LOST
+    after, how = stop.get(_rank(), (10**9, ""))
+
+    def noted(self: Any, run: Any, number: int, batch: Any) -> None:
+        note(self, run, number, batch)
+        if number >= after and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number >= after:
+            raise MemoryError(how)
+
+    keeping.Keeper.note, keeping._SAVE_EVERY = noted, 0.0  # type: ignore[method-assign]
+    together._LOST = 3.0
+    try:
+        yield
+    finally:
+        keeping.Keeper.note, keeping._SAVE_EVERY = note, every  # type: ignore[method-assign]
+        together._LOST = lost
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.safetensors"))
