@@ -16,6 +16,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
 from torch import nn
 
+from inlay.checkpoint.compressing import Block, compressed_blocks, pays_to_share
 from inlay.checkpoint.gate import describe_unusable, require_servable
 from inlay.checkpoint.layers import (
     QuantizedLayer,
@@ -31,7 +32,7 @@ from inlay.progress import watched
 from inlay.recipe import Plan, Recipe, Slot
 from inlay.recipe.experts import ExpertStack
 
-__all__ = ["CheckpointSizes", "require_servable", "save_checkpoint"]
+__all__ = ["CheckpointSizes", "help_with_checkpoint", "require_servable", "save_checkpoint"]
 
 _NAMED = 8  # how many experts an error names
 
@@ -89,11 +90,11 @@ def save_checkpoint(
             {name: equalized.of(own[name]) for name in state if equalized.is_changed(own.get(name))}
         )
     blocks = _blocks(state, layers)
-    for unquantized, own_layers in watched(blocks, "writing the checkpoint", show=progress):
-        # Compressed here, not kept in the block, so that it is freed once it is written.
-        quantized = {}
-        for layer in own_layers:
-            quantized.update(_compressed(layer, qparams, equalized))
+    compressed = compressed_blocks(
+        blocks, lambda layer: _compressed(layer, qparams, equalized), shared=pays_to_share(layers)
+    )
+    bar = watched(compressed, "writing the checkpoint", total=len(blocks), show=progress)
+    for unquantized, quantized in bar:
         shards.add(_as_saved(model, unquantized, quantized, names))
     shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
     _write_configs(folder, model, keep_ties)
@@ -101,6 +102,31 @@ def save_checkpoint(
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return CheckpointSizes(before=_size(model), after=shards.total_size)
+
+
+def help_with_checkpoint(
+    model: nn.Module,
+    plan: Plan,
+    recipe: Recipe,
+    qparams: Mapping[str, QParamsDict],
+    *,
+    accept: Collection[str] = (),
+    equalized: EqualizedParameters | None = None,
+) -> None:
+    """Compress a part of the model for the first rank, which writes it with `save_checkpoint`.
+
+    Every other rank calls it with the same arguments.
+    """
+    layers = quantized_layers(model, plan, recipe, require_servable(plan, qparams, accept=accept))
+    if not pays_to_share(layers):
+        return
+    state = _unquantized_state(model, layers, not _shares_quantized_weight(model, layers))
+    for stack in plan.stacks:
+        state.pop(stack)
+    for _ in compressed_blocks(
+        _blocks(state, layers), lambda layer: _compressed(layer, qparams, equalized), shared=True
+    ):
+        pass
 
 
 def _require_saveable(model: nn.Module) -> None:
@@ -165,12 +191,9 @@ def _unquantized_state(
     return state
 
 
-_Block = tuple[dict[str, torch.Tensor], list[QuantizedLayer]]
-
-
-def _blocks(state: dict[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[_Block]:
+def _blocks(state: dict[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[Block]:
     """Group tensors and layers by the block of the model that they belong to."""
-    blocks: dict[str, _Block] = {}
+    blocks: dict[str, Block] = {}
     for name, tensor in state.items():
         blocks.setdefault(_block_of(name), ({}, []))[0][name] = tensor
     for layer in layers:
