@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import inlay
 from inlay.checkpoint.loading import load_model, load_tokenizer
+from inlay.report import ReportData
 
 HERE = Path(__file__).parent
 PROSE, OUTLIERS = HERE / "prose.txt", HERE / "outliers_per_token.yaml"
@@ -37,6 +38,9 @@ RUNS = {
     "W8A8_STATIC, static_minmax": preset("W8A8_STATIC", inputs={"observer": "static_minmax"}),
     "W8A8_STATIC, static_minmax, equalized": preset("W8A8_STATIC", equalize="auto"),
     "W8A8_STATIC, minmax": preset("W8A8_STATIC", inputs={"observer": "minmax"}),
+    "W8A8_STATIC, histogram, equalized": preset(
+        "W8A8_STATIC", inputs={"observer": "histogram"}, equalize="auto"
+    ),
     "W8A8_STATIC, histogram": preset("W8A8_STATIC", inputs={"observer": "histogram"}),
     "W8A8_STATIC, histogram, down_proj per token": inlay.Recipe.from_yaml(OUTLIERS),
 }
@@ -58,9 +62,9 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.model, **options)
     texts = arguments.text.read_text().splitlines()
     train, test = texts[:-12], texts[-12:]
-    table = Table("", "perplexity", "seconds", "answer")
+    table = Table("", "perplexity", "worst layer", "seconds", "answer")
     table.add_row(
-        "float32", *row(model, tokenizer, test, 0.0, arguments.question), end_section=True
+        "float32", *row(model, tokenizer, test, "", "", arguments.question), end_section=True
     )
     for name in [arguments.only] if arguments.only else RUNS:
         torch._dynamo.reset()
@@ -76,15 +80,28 @@ def main() -> None:
         )
         folder = arguments.out / name.replace(", ", "-").replace(" ", "_")
         calibration.save(folder, overwrite=True)
-        seconds = time.perf_counter() - start
+        seconds = f"{time.perf_counter() - start:.0f}"
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-        table.add_row(name, *row(loaded, tokenizer, test, seconds, arguments.question))
+        told = row(loaded, tokenizer, test, worst_layer(folder), seconds, arguments.question)
+        table.add_row(name, *told)
     Console().print(table)
 
 
-def row(model: Any, tokenizer: Any, texts: list[str], seconds: float, question: str) -> list[str]:
-    taken = f"{seconds:.0f}" if seconds else ""
-    return [f"{perplexity(model, tokenizer, texts):.2f}", taken, answer(model, tokenizer, question)]
+def row(
+    model: Any, tokenizer: Any, texts: list[str], worst: str, seconds: str, question: str
+) -> list[str]:
+    found = f"{perplexity(model, tokenizer, texts):.2f}"
+    return [found, worst, seconds, answer(model, tokenizer, question)]
+
+
+def worst_layer(folder: Path) -> str:
+    """The layer whose output has the smallest ratio of signal to error, from the report."""
+    layers = ReportData.from_json((folder / "report.json").read_text()).layers
+    known = {layer.module: layer.sqnr_db for layer in layers if layer.sqnr_db is not None}
+    if not known:
+        return ""
+    module = min(known, key=lambda name: known[name])
+    return f"{known[module]:.1f} dB, {module}"
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from inlay.equalization.channels import LayoutError
-from inlay.equalization.ops import Refusal, weight_source
+from inlay.equalization.ops import Refusal, quantizes_linear, weight_source
 from inlay.equalization.search import Search, uses_of_parameters
 from inlay.graph import (
     Equalizable,
@@ -19,7 +19,7 @@ from inlay.graph import (
     require_whole,
     slots_of,
 )
-from inlay.recipe import Plan
+from inlay.recipe import Plan, channels_of
 
 __all__ = ["FindEqualizable"]
 
@@ -54,7 +54,7 @@ class FindEqualizable(Pass):
         refused: list[tuple[Source, str]] = []
         grouped: set[Node] = set()
         for node in gm.graph.nodes:
-            if node in grouped or "input" not in slots_of(node):
+            if node in grouped or not quantizes_linear(gm, node):
                 continue
             search = Search(gm)
             try:
@@ -73,6 +73,6 @@ class FindEqualizable(Pass):
         mark_equalizable(gm, found)
         for node in grouped:
             slots = slots_of(node)
-            channels = slots["input"].channels
+            channels = channels_of(slots)
             modified |= annotate(node, {**slots, channels.base_name: channels})
         return PassResult(gm, modified)

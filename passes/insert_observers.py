@@ -28,7 +28,7 @@ from inlay.nodes.every_token import Everywhere
 from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe, ObserveWeight
 from inlay.nodes.routing import routing_of
-from inlay.recipe import Experts, Slot
+from inlay.recipe import CHANNELS, Experts, Slot
 from inlay.statistics.rule import Rule
 
 __all__ = ["InsertObservers"]
@@ -50,10 +50,15 @@ class InsertObservers(Pass):
     same for every batch; its node marks the place and runs once, at finalize. The input of a
     product with the weights of many experts is observed for each expert by itself.
 
+    Where the channels of an input are observed so that it can be equalized, an observer that has to
+    see the equalized input is left to a second run over the data, which observes nothing else.
+
     :param experts: which tokens an expert is observed with; "all" adds ops that send it every one
+    :param second_run: whether the graph is that of the second run
     """
 
     experts: Experts = "routed"
+    second_run: bool = False
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
@@ -70,7 +75,7 @@ class InsertObservers(Pass):
         for node in list(gm.graph.nodes):
             for base_name, slot in slots_of(node).items():
                 value = _value(gm, node, base_name)
-                if not slot.is_observed or value is None:
+                if value is None or not self._is_wanted(node, slot):
                     continue
                 # A module may be called twice with a value that is changed in between.
                 is_output = base_name == "output"
@@ -101,8 +106,13 @@ class InsertObservers(Pass):
         observed = {slot.name for node in gm.graph.nodes for slot in observes(node)}
         for node in gm.graph.nodes:
             for slot in slots_of(node).values():
-                if slot.is_observed and slot.name not in observed:
+                if self._is_wanted(node, slot) and slot.name not in observed:
                     raise GraphError(f"{slot.name} at node {node.name} is not observed")
+
+    def _is_wanted(self, node: Node, slot: Slot) -> bool:
+        """Whether a slot of an op is observed, in this run over the data."""
+        is_left_for_second = CHANNELS in slots_of(node) and slot.sees_scaled
+        return slot.is_observed and (slot.is_weight or is_left_for_second == self.second_run)
 
     def _insert(
         self,

@@ -7,6 +7,7 @@ import torch
 from blocks import SIZE, Blocks, Form
 from families import batch, llama
 from torch import nn
+from torch.func import functional_call
 
 from inlay import Calibration, Recipe
 from inlay.errors import StatisticsError
@@ -149,3 +150,30 @@ def test_a_checkpoint_loads_with_the_outputs_of_the_finalized_graph(tmp_path: Pa
     assert max(value.before for value in report.equalized) > 20
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<dt>Equalized</dt><dd>8 values; the largest channel of what" in page
+
+
+@torch.no_grad()
+def test_a_checkpoint_in_bfloat16_has_the_parameters_of_the_finalized_graph(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = llama().bfloat16()
+    calibration = Calibration(
+        model, recipe(0.7, ignore=["lm_head"]), compiler="eager", progress=False
+    )
+    inputs = batch(model)
+    calibration.observe(**inputs)
+    calibration.finalize()
+    calibration.save(tmp_path / "out", report=False)
+    compiled = torch.compile(model, backend=calibration.backend)(**inputs, use_cache=False).logits
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded(**inputs, use_cache=False).logits, compiled)
+    equalized = calibration.equalization.parameters
+    norms = [name for name in equalized.changed if "norm" in name]
+    assert len(norms) == 4
+    for name in norms:
+        assert torch.equal(loaded.get_parameter(name), equalized.named(name))
+    # The function is kept up to the rounding of bfloat16.
+    copied = {name: equalized.of(value) for name, value in model.named_parameters()}
+    plain, scaled = model(**inputs)[0], functional_call(model, copied, (), inputs)[0]
+    assert float((plain - scaled).norm() / plain.norm()) < 4 * torch.finfo(torch.bfloat16).eps

@@ -27,6 +27,7 @@ forms = st.builds(
     heads=st.sampled_from([1, 2, 4]),
     attention=st.sampled_from(["expand", "gqa", "matmul"]),
     bias=st.booleans(),
+    fused=st.sampled_from(["", "row", "head"]),
 )
 parts = st.sampled_from([None, "before", "between", "o", "down"])
 strengths = st.one_of(st.floats(0, 1), st.just("auto"))
@@ -58,6 +59,8 @@ def with_outliers(model: nn.Module) -> nn.Module:
 @given(form=forms, shared=parts, strength=strengths)
 @example(form=Form(norm="gemma", heads=1, attention="gqa"), shared="down", strength=0.8)
 @example(form=Form(mlp="relu"), shared="up", strength="auto")
+@example(form=Form(fused="head", attention="gqa"), shared=None, strength=0.8)
+@example(form=Form(fused="row"), shared=None, strength=0.8)
 @examples(8)
 @torch.no_grad()
 def test_the_equalized_model_computes_what_the_model_computes(
@@ -102,6 +105,50 @@ def test_families(family: str) -> None:
         functional_call(model, parameters(calibration), (), inputs)[0],
     )
     assert relative_error(plain, equalized) < ROUNDED_BY_THE_MODEL.get(family, 1e-9)
+
+
+def phi3() -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return Phi3ForCausalLM(Phi3Config(**config, **sizes, pad_token_id=0))
+
+
+def gpt_neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = {"num_attention_heads": 4, "vocab_size": 96, "hidden_act": "relu"}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**config, **sizes))
+
+
+def falcon() -> nn.Module:
+    return FAMILIES["falcon"](new_decoder_architecture=True, num_kv_heads=2, activation="relu")
+
+
+@pytest.mark.parametrize("build", [phi3, gpt_neox, falcon])
+@torch.no_grad()
+def test_fused_projections(build: Any) -> None:
+    """Values among queries and keys, and up beside gate, are rows of one weight."""
+    torch.manual_seed(0)
+    model = with_outliers(build())
+    calibration = calibrated(model, 0.7, ignore=["re:.*(lm_head|embed_out)"])
+    inputs = batch(model)
+    calibration.observe(**inputs)
+    calibration.finalize()
+    # Falcon takes its values by an index, which may be any values.
+    refused = calibration.equalization.refused
+    assert set(refused.values()) == ({"it is indexed by values"} if build is falcon else set())
+    # Two norms to their readers, values to the output, and up to down, in each of two blocks.
+    by_rows = [each for each in calibration.equalization.done if each.group.producers[0].rows]
+    assert len(by_rows) == {phi3: 4, gpt_neox: 2, falcon: 0}[build]
+    assert len(calibration.equalization.done) == (6 if build is falcon else 8)
+    plain, equalized = (
+        model(**inputs)[0],
+        functional_call(model, parameters(calibration), (), inputs)[0],
+    )
+    assert relative_error(plain, equalized) < 1e-9
 
 
 @given(form=forms, strength=st.floats(0.1, 0.9))

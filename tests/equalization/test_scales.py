@@ -9,7 +9,8 @@ from inlay.equalization.group import Group, Producer
 from inlay.equalization.scales import Reader, scales_of
 
 CHANNELS = 12
-sizes = st.lists(st.floats(0.01, 100), min_size=CHANNELS, max_size=CHANNELS).map(
+# Far enough apart to matter, and not so far that small ones count as larger than they are.
+sizes = st.lists(st.floats(0.5, 100), min_size=CHANNELS, max_size=CHANNELS).map(
     lambda values: torch.tensor(values, dtype=torch.float64)
 )
 groups = st.sampled_from(
@@ -87,3 +88,17 @@ def test_groups_go_through_json(offset: float) -> None:
         shape=(4,),
     )
     assert Group.from_plain(group.to_plain()) == group
+
+
+@given(high=sizes, columns=sizes)
+def test_auto_spares_the_weights_where_what_they_read_is_large(
+    high: torch.Tensor, columns: torch.Tensor
+) -> None:
+    """The larger typical values are, the more errors of weights count, and the less is moved."""
+    group = Group(readers=("a",), producers=(), shape=(CHANNELS,))
+
+    def chosen(part: float) -> float:
+        readers = [reader(weight(columns))]
+        return scales_of(group, -high, high, readers, "auto", means=high * part).strength
+
+    assert chosen(0.0) >= chosen(0.1) >= chosen(1.0)

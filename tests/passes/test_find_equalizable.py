@@ -199,6 +199,62 @@ def test_attention_that_shares_heads_by_itself(how: str) -> None:
     assert (group.shape, group.tied) == ((2, 2, 2), (1,))
 
 
+def _fused_mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = self.gate_up(x).chunk(2, dim=-1)
+    return self.down(up * F.silu(gate))
+
+
+def _fused_attention(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values one after another, as in Phi-3."""
+    batch, tokens, _ = x.shape
+    q, k, v = self.qkv(self.norm(x)).split([4, 2, 2], dim=-1)
+    q, k, v = (s.view(batch, tokens, -1, 2).transpose(1, 2) for s in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def _sliced_attention(self: Any, x: torch.Tensor) -> torch.Tensor:
+    batch, tokens, _ = x.shape
+    qkv = self.qkv(self.norm(x))
+    q, k, v = qkv[..., :4], qkv[..., 4:6], qkv[..., 6:]
+    q, k, v = (s.view(batch, tokens, -1, 2).transpose(1, 2) for s in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def _interleaved_attention(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values of one head after another, as in GPT-NeoX."""
+    batch, tokens, _ = x.shape
+    q, k, v = self.qkv(self.norm(x)).view(batch, tokens, 2, 6).transpose(1, 2).chunk(3, dim=-1)
+    out = F.scaled_dot_product_attention(q, k, v)
+    return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+@pytest.mark.parametrize("how", ["dynamo", "export"])
+@pytest.mark.parametrize(
+    ("forward", "width", "rows"),
+    [
+        (_fused_attention, 8, ((8, 6, 2),)),
+        (_sliced_attention, 8, ((8, 6, 2),)),
+        (_interleaved_attention, 12, ((2, 0, 2), (6, 4, 2))),
+    ],
+)
+def test_values_in_a_projection_of_queries_and_all(
+    how: str, forward: Any, width: int, rows: Any
+) -> None:
+    modules = {"norm": norm(), "qkv": nn.Linear(4, width), "o": linear(seed=1)}
+    result = found(how, Functional(forward, **modules), X)
+    assert producers(result) == [["norm.weight", "norm.bias"], ["qkv.weight", "qkv.bias"]]
+    assert {p.rows for p in result.groups[1].producers} == {rows}
+
+
+@pytest.mark.parametrize("how", ["dynamo", "export"])
+def test_up_in_a_projection_of_gate_and_up(how: str) -> None:
+    model = Functional(_fused_mlp, gate_up=nn.Linear(4, 12), down=linear(4, 6))
+    (group,) = found(how, model, X).groups
+    assert [p.rows for p in group.producers] == [((12, 6, 6),)] * 2
+
+
 def test_readers_share_a_group_also_behind_a_view() -> None:
     model = Functional(
         lambda s, x: (s.a(s.norm(x)), s.b(s.norm(x)), s.c(s.norm(x).reshape(-1, 4))),
@@ -226,7 +282,8 @@ def test_readers_share_a_group_also_behind_a_view() -> None:
         (lambda s, x: (lambda h: s.fc(h * F.relu(h)))(s.a(x)), "mul also reads it by another way"),
         (lambda s, x: s.fc(s.a(x).add_(1)), "add_ changes it in place"),
         (lambda s, x: s.fc(s.a(x).flip(-1)), "flip does not commute"),
-        (lambda s, x: s.short(s.a(x)[..., :2]), "a part of its channels is read"),
+        (lambda s, x: (lambda h: s.short(h[..., :2]) + h[..., 1:].sum())(s.a(x)), "getitem reads"),
+        (lambda s, x: s.short(s.a(x)[..., ::2]), "a part of its channels is read"),
         (lambda s, x: s.fc(F.layer_norm(x, (4,))), "no weight for each channel"),
         ((lambda s, x: (lambda h: s.fc(h / h))(s.a(x))), "div also reads it by another way"),
     ],

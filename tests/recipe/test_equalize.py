@@ -2,6 +2,7 @@
 
 import pytest
 from graphs import Functional, linear
+from torch import nn
 
 from inlay import Recipe
 from inlay.errors import ConfigurationError
@@ -63,11 +64,14 @@ def test_strengths_that_are_none(strength: object) -> None:
 def test_inputs_are_observed_so_that_ranges_follow() -> None:
     args = Recipe.from_preset("W8A8_STATIC", equalize=0.5).config.config_groups["group_0"]
     assert args.input_activations.observer == "static_minmax"
-    with pytest.raises(ConfigurationError, match="equalize does not go with histogram"):
-        Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"}, equalize=0.5)
+    named = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"}, equalize=0.5)
+    assert named.config.config_groups["group_0"].input_activations.observer == "histogram"
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    assert Plan(model, named).needs_second_run
+    assert not Plan(model, Recipe.from_preset("W8A8_STATIC", equalize=0.5)).needs_second_run
 
 
 def test_there_must_be_inputs_to_equalize() -> None:
-    model = Functional(lambda self, x: self.fc(x), fc=linear(8, 128))
-    with pytest.raises(ConfigurationError, match="quantizes no input"):
-        Plan(model, Recipe.from_preset("W4A16", equalize=0.5))
+    model = nn.Sequential(nn.Embedding(8, 128))
+    with pytest.raises(ConfigurationError, match="quantizes no Linear that reads"):
+        Plan(model, Recipe.from_preset("W4A16", targets=["Embedding"], equalize=0.5))

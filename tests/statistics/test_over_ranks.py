@@ -29,7 +29,8 @@ def without(result: object) -> object:
 
 
 @pytest.mark.parametrize(
-    ("observer", "equalize"), [("static_minmax", None), ("histogram", None), ("static_minmax", 0.7)]
+    ("observer", "equalize"),
+    [("static_minmax", None), ("histogram", None), ("static_minmax", 0.7), ("histogram", 0.7)],
 )
 @pytest.mark.parametrize("counts", [(1, 2), (0, 3)], ids=["both have data", "one has none"])
 def test_saved_statistics_are_those_of_one_process(ranks, observer: str, equalize, counts) -> None:

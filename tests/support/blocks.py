@@ -19,6 +19,8 @@ class Form:
     :param mlp: "gated", "relu" or "gelu"
     :param heads: heads of keys and values; four heads of queries share them
     :param attention: "expand", "gqa" or "matmul", by how heads are shared and attention computed
+    :param fused: "row" or "head" if one Linear gives queries, keys and values, one after another or
+        head by head, and one gives gate and up
     """
 
     norm: str = "layer"
@@ -26,6 +28,7 @@ class Form:
     heads: int = 2
     attention: str = "expand"
     bias: bool = True
+    fused: str = ""
 
 
 class Norm(nn.Module):
@@ -48,16 +51,24 @@ class Block(nn.Module):
         self.form = form
         self.before, self.between = Norm(form.norm), Norm(form.norm)
         width = form.heads * HEAD
-        self.q = nn.Linear(SIZE, SIZE, bias=form.bias)
-        self.k, self.v = (nn.Linear(SIZE, width, bias=form.bias) for _ in range(2))
+        if form.fused:
+            self.qkv = nn.Linear(SIZE, SIZE + 2 * width, bias=form.bias)
+        else:
+            self.q = nn.Linear(SIZE, SIZE, bias=form.bias)
+            self.k, self.v = (nn.Linear(SIZE, width, bias=form.bias) for _ in range(2))
         self.o = nn.Linear(SIZE, SIZE, bias=form.bias)
-        self.up = nn.Linear(SIZE, 12, bias=form.bias)
-        self.gate = nn.Linear(SIZE, 12, bias=form.bias) if form.mlp == "gated" else None
+        is_fused = bool(form.fused) and form.mlp == "gated"
+        self.up = nn.Linear(SIZE, 24 if is_fused else 12, bias=form.bias)
+        gated = form.mlp == "gated" and not is_fused
+        self.gate = nn.Linear(SIZE, 12, bias=form.bias) if gated else None
         self.down = nn.Linear(12, SIZE, bias=form.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.o(self.attend(self.before(x)))
         h = self.between(x)
+        if self.form.fused and self.form.mlp == "gated":
+            gate, up = self.up(h).chunk(2, dim=-1)
+            return x + self.down(F.silu(gate) * up)
         if self.gate is not None:
             return x + self.down(F.silu(self.gate(h)) * self.up(h))
         activation: Any = F.relu if self.form.mlp == "relu" else F.gelu
@@ -66,8 +77,7 @@ class Block(nn.Module):
     def attend(self, h: torch.Tensor) -> torch.Tensor:
         batch, tokens, _ = h.shape
         q, k, v = (
-            layer(h).view(batch, tokens, -1, HEAD).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
+            state.reshape(batch, tokens, -1, HEAD).transpose(1, 2) for state in self.project(h)
         )
         if self.form.attention == "gqa":
             out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -84,6 +94,15 @@ class Block(nn.Module):
         else:
             out = F.scaled_dot_product_attention(q, k, v)
         return out.transpose(1, 2).reshape(batch, tokens, -1)
+
+    def project(self, h: torch.Tensor) -> Any:
+        if not self.form.fused:
+            return self.q(h), self.k(h), self.v(h)
+        both, width = self.qkv(h), self.form.heads * HEAD
+        if self.form.fused == "row":
+            return both.split([SIZE, width, width], dim=-1)
+        heads = both.view(*h.shape[:-1], self.form.heads, -1)
+        return heads.split([SIZE // self.form.heads, HEAD, HEAD], dim=-1)
 
 
 class Blocks(nn.Module):

@@ -153,6 +153,10 @@ def calibrate(argument: tuple[str, Batches, float | None]) -> dict[str, Any]:
     calibration = Calibration(two_layers(), recipe, compiler="eager")
     for batch in batches:
         calibration.observe(torch.from_numpy(batch))
+    if calibration.needs_second_run:
+        calibration.equalize()
+        for batch in batches:
+            calibration.observe(torch.from_numpy(batch))
     calibration.data_seen = DataSeen(batches=len(batches), samples=2 * len(batches), tokens=7)
     qparams = calibration.finalize()
     stored = calibration.stored()

@@ -6,6 +6,7 @@ from families import batch, llama, mixtral
 from torch import nn
 
 from inlay import Calibration, Recipe
+from inlay.equalization.group import Producer
 from inlay.errors import CheckError
 from inlay.graph import erase_with_inputs
 from inlay.passes import PREPARE, InsertObservers, Pass, PassResult
@@ -58,6 +59,33 @@ def test_states_of_attention_are_left_out_with_a_reason() -> None:
     found = check_calibration(model, recipe, [batch(model)])
     assert "2 others are seen by the graph alone" in found.done[0]
     assert "wraps attention" in found.left_out[0]
+
+
+@pytest.mark.parametrize(
+    ("observer", "dtype"),
+    [
+        ("static_minmax", torch.float32),
+        ("histogram", torch.float32),
+        ("minmax", torch.bfloat16),
+        ("static_minmax", torch.bfloat16),
+    ],
+)
+def test_recipes_that_equalize_are_checked_too(observer: str, dtype: torch.dtype) -> None:
+    model = llama(**SIZES).to(dtype)
+    inputs = {"observer": observer}
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs=inputs, equalize=0.7)
+    found = check_calibration(model, recipe, [batch(model, 0), batch(model, 1, tokens=9)])
+    assert found.done[1].startswith("the equalized model computes what the model does, and 7 equal")
+    assert len(found.done) == 4
+    assert found.left_out == ()
+
+
+def test_equalization_that_changes_the_model_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Producer, "divided", lambda self, value, scale: value)
+    model = llama(**SIZES)
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], equalize=0.7)
+    with pytest.raises(CheckError, match="the model and the equalized one differ by"):
+        check_calibration(model, recipe, [batch(model)])
 
 
 class MissesTheFirst(InsertObservers):

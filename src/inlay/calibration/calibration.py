@@ -104,6 +104,7 @@ class Calibration:
         _require_same_tokens(calibration.plan, stored)
         calibration.statistics.restore(stored.slots)
         calibration.equalization.restore(stored, model)
+        calibration.statistics.is_second_run = calibration.equalization.is_settled
         calibration.data_seen = stored.data_seen
         return calibration
 
@@ -120,6 +121,7 @@ class Calibration:
 
         Over ranks, they are those of this rank, and once it is finalized those of all.
         """
+        settled = self.equalization.settled()
         return StoredStatistics(
             recipe=self.recipe.fields,
             slots=self.statistics.snapshot(),
@@ -127,6 +129,9 @@ class Calibration:
             data=data,
             data_seen=self.data_seen,
             groups=self.equalization.stored(),
+            is_second_run=self.statistics.is_second_run,
+            scales={name: scales.values for name, scales in settled.items()},
+            strengths={name: scales.strength for name, scales in settled.items()},
         )
 
     @property
@@ -166,6 +171,32 @@ class Calibration:
             collecting_garbage_later(),
         ):
             yield
+
+    @property
+    def needs_second_run(self) -> bool:
+        """Whether `equalize` has to be called after a first run over the data, and a second made.
+
+        It has to if the recipe equalizes inputs whose observers have to see them scaled.
+        """
+        return self.plan.needs_second_run and not self.statistics.is_second_run
+
+    def equalize(self) -> None:
+        """Choose how inputs are equalized, and observe the equalized model from now on.
+
+        Call it after the first run over the data, then run the same data again. The second run
+        observes only the inputs that are equalized. Over ranks, all of them call it.
+        """
+        if not self.needs_second_run:
+            raise ConfigurationError(
+                "the recipe needs no second run over the data, or it has begun; finalize instead"
+            )
+        self.statistics.merge_ranks()
+        try:
+            self.equalization.settle(self.statistics, self._bindings.weights.of_module)
+        finally:
+            self.statistics.forget_ranks()
+        self.statistics.is_second_run = True
+        self.data_seen = DataSeen()
 
     def expect(self, batches: int) -> None:
         """Say how many more batches are to come, so that nothing is compiled for too few."""
@@ -279,6 +310,11 @@ class Calibration:
         :param accept: problems to accept instead of raising: `unobserved`, `not_finite`, `unfused`
         :return: `{slot: {"scale": …, "zero_point": …, "global_scale": …}}`
         """
+        if self.needs_second_run:
+            raise StatisticsError(
+                "the observers of equalized inputs have not seen them yet; call equalize(), run "
+                "the same batches again, and finalize then. static_minmax needs no second run"
+            )
         if not self.statistics.is_final:
             return_freed_memory()  # of batches; weights need it now
             with together():

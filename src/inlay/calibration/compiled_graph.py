@@ -157,7 +157,7 @@ class CompiledGraph:
         statistics = bindings.statistics
         purpose = self.backend.pipelines.purpose
         parameters = (id(args[position]) for position in self._known_by(args))
-        key = (purpose, statistics.is_final, *parameters)
+        key = (purpose, statistics.phase, *parameters)
         bound = self._bound.get(key)
         if bound is None:
             modules = self.modules(args)
@@ -169,7 +169,7 @@ class CompiledGraph:
             self.backend.forecast.found += self.is_region
             found = equalizable(variant.graph_module)
             if found is not None:
-                bindings.equalization.collected.add(found, _lookup(variant.graph_module, args))
+                bindings.equalization.take_in(found, _lookup(variant.graph_module, args))
         return bound
 
     def _known_by(self, args: Sequence[Any]) -> list[int]:
@@ -187,8 +187,8 @@ class CompiledGraph:
     ) -> Variant:
         statistics = bindings.statistics
         purpose = self.backend.pipelines.purpose
-        key = (purpose, statistics.is_final, *map(statistics.signature, modules))
-        if statistics.is_final:
+        key: tuple[Any, ...] = purpose, statistics.phase, *map(statistics.signature, modules)
+        if statistics.is_final or statistics.is_second_run:
             key = (*key, *map(bindings.weights.equalized.is_changed, args))
         if key not in self.variants:
             gm = label_inputs(self.gm, args)
@@ -222,11 +222,13 @@ class CompiledGraph:
         self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]
     ) -> Variant:
         pipelines, qparams = self._pipelines, bindings.statistics.qparams
-        whole = (
-            pipelines.observing()
-            if qparams is None
-            else pipelines.quantizing(qparams, bindings.weights.equalized)
-        )
+        equalized = bindings.weights.equalized
+        if qparams is not None:
+            whole = pipelines.quantizing(qparams, equalized)
+        elif bindings.statistics.is_second_run:
+            whole = pipelines.observing_equalized(equalized)
+        else:
+            whole = pipelines.observing()
         # The whole graph is kept for people to read; regions are for the compiler.
         prepared = whole(gm).graph_module
         regions = pipelines.cutting()(prepared).graph_module

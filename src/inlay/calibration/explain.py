@@ -36,8 +36,7 @@ def explain(
         for observe in (node.target for node in _observing(graph))
         if observe.reason is not None
     }
-    phase = "finalized" if statistics.is_final else "calibrating"
-    parts = [f"{len(slots)} slots, {phase}", "\n".join(lines), *sorted(opaque)]
+    parts = [f"{len(slots)} slots, {statistics.phase}", "\n".join(lines), *sorted(opaque)]
     enclosed = dict.fromkeys(str(one) for graph in graphs for one in _enclosed(statistics, graph))
     if enclosed:
         parts.append("\n".join(enclosed))

@@ -1,7 +1,7 @@
 """The pipelines of a calibration: to observe, to quantize, to cut into regions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from inlay.equalization.parameters import EqualizedParameters
@@ -12,9 +12,11 @@ from inlay.passes import (
     FINALIZE,
     PREPARE,
     FindEqualizable,
+    InsertObservers,
     LeaveOutPadding,
     OutlineRepeats,
     PruneUnobserved,
+    UseEqualized,
 )
 from inlay.recipe import Experts, Plan
 
@@ -55,6 +57,14 @@ class Pipelines:
         if self.count_padding:
             without.append(LeaveOutPadding)
         return self._without(*without, experts=self.plan.recipe.experts)
+
+    def observing_equalized(self, equalized: EqualizedParameters) -> Pipeline:
+        """The same for the second run over the data, through equalized parameters."""
+        second = (
+            replace(step, second_run=True) if isinstance(step, InsertObservers) else step
+            for step in self.observing().passes
+        )
+        return Pipeline((*second, UseEqualized(equalized=equalized)))
 
     def quantizing(
         self, qparams: Mapping[str, QParamsDict], equalized: EqualizedParameters

@@ -7,6 +7,7 @@ import typer
 from inlay.cli.app import app
 from inlay.cli.arguments import (
     Download,
+    Equalize,
     GgufFile,
     Ignore,
     KvCacheOption,
@@ -36,6 +37,7 @@ def check(
     observer_file: ObserverFile = None,
     ignore: Ignore = None,
     kv_cache: KvCacheOption = None,
+    equalize: Equalize = None,
     layers: Annotated[
         int, typer.Option(min=1, help="How many layers of the model to build at most.")
     ] = 2,
@@ -50,7 +52,7 @@ def check(
     """
     source = source_of(model, gguf_file, download, trust_remote_code)
     wanted = wanted_of(
-        scheme, recipe, observer, observer_file, ignore, kv_cache, equalize=None, experts=None
+        scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts=None
     )
     wanted.require_recipe()
     from inlay.checkpoint.loading import random_model

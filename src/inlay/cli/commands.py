@@ -218,6 +218,11 @@ def explain(
         screen.print(
             "Which inputs can be equalized shows in the graph, when data runs: the report says it"
         )
+    if plan.needs_second_run:
+        screen.print(
+            "Data is run twice: the observers of equalized inputs have to see them scaled "
+            "(static_minmax does not)"
+        )
     left = [name for name, kind in plan.kinds.items() if kind == "linear" and name not in modules]
     if left:
         more = f" and {len(left) - 8} more" if len(left) > 8 else ""

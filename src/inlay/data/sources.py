@@ -33,6 +33,7 @@ class Batches:
         that is divided over processes, these are the rows of all
     :param part: which of the batches of all processes these are
     :param is_divided: whether they were made by dividing data that all processes have
+    :param can_repeat: whether they can be read again
     """
 
     source: str
@@ -41,6 +42,7 @@ class Batches:
     samples: int | None
     part: Part = _ALL
     is_divided: bool = False
+    can_repeat: bool = True
 
     @property
     def numbered(self) -> Iterator[tuple[int, Batch]]:
@@ -116,6 +118,7 @@ def batches_of(
             samples=None,
             part=part,
             is_divided=opened.holds_rows,
+            can_repeat=opened.again is not None,
         )
     weight = _count_one if opened.holds_rows else _row_count
     used, kept = _split(opened, weight, samples, held_out)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from inlay.equalization.parts import Part, part_of
 from inlay.graph import fake_value, tensor_op
 
-__all__ = ["Axis", "Layout", "LayoutError", "aligned", "layout_of_source", "leaves_of"]
+__all__ = ["Axis", "Layout", "LayoutError", "Window", "aligned", "layout_of_source", "leaves_of"]
 
 
 @dataclass(eq=False)
@@ -27,6 +28,25 @@ class Axis:
         """Cut into an outer axis of that size and an inner one."""
         self.parts = (Axis(size), Axis(self.size // size))
         return self.parts
+
+
+@dataclass(eq=False)
+class Window(Axis):
+    """A dimension of which channels are a part; the rest of it is something else.
+
+    :param start: where the part begins
+    :param inner: the axes of the part, outermost first
+    """
+
+    start: int = 0
+    inner: tuple[Axis, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return math.prod(axis.size for axis in self.inner)
+
+    def split(self, size: int) -> tuple[Axis, Axis]:
+        raise LayoutError("it is reshaped across a part of its channels")
 
 
 # For each dimension of a value, the axes along it, outermost first; none where it has no channels.
@@ -51,6 +71,9 @@ def layout_of_source(node: Node, layout: Layout) -> tuple[Node, Layout, list[Axi
     """
     source = node.args[0] if node.args else node.kwargs.get("input")
     name = tensor_op(node)
+    part = part_of(node)
+    if part is not None and layout[part.dim]:
+        return part.value, _with_window(part, layout), []
     if not isinstance(source, Node) or not isinstance(fake_value(source), torch.Tensor):
         return None
     if name in _RESHAPES:
@@ -64,6 +87,17 @@ def layout_of_source(node: Node, layout: Layout) -> tuple[Node, Layout, list[Axi
     if name in ("getitem", "slice", "select"):
         return source, _indexed(node, name, layout), []
     return None
+
+
+def _with_window(part: Part, layout: Layout) -> Layout:
+    """Undo an op that reads a part of a dimension."""
+    size, inner = _shape(part.value)[part.dim], layout[part.dim]
+    if any(isinstance(axis, Window) for axis in leaves_of(inner)):
+        raise LayoutError("a part of a part of its channels is read")
+    if (part.start, part.stop) == (0, size):
+        return layout
+    window = Window(size, start=part.start, inner=inner)
+    return (*layout[: part.dim], (window,), *layout[part.dim + 1 :])
 
 
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "_unsafe_view"}

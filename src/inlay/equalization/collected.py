@@ -88,7 +88,14 @@ class CollectedGroups:
                 for reader in readers:
                     self._refused[reader] = "it is computed with a tensor that is no parameter"
                 return None
-            producers.append(Producer(parameter=name, axes=producer.axes, offset=producer.offset))
+            producers.append(
+                Producer(
+                    parameter=name,
+                    axes=producer.axes,
+                    offset=producer.offset,
+                    rows=producer.rows,
+                )
+            )
         return Group(
             readers=tuple(dict.fromkeys(readers)),
             producers=tuple(dict.fromkeys(producers)),

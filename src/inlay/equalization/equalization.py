@@ -1,6 +1,6 @@
 """Equalization of a model: its groups, the scales that statistics ask for, and what follows."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,14 +12,23 @@ from inlay.collectives import each_by_one_rank, from_all_ranks
 from inlay.equalization.collected import CollectedGroups
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
-from inlay.equalization.scales import Reader, scales_of
+from inlay.equalization.scales import Reader, Scales, scales_of
+from inlay.equalization.weight_only import activation_aware_scales_of
 from inlay.errors import StatisticsError
-from inlay.recipe import Plan, Slot, Strength
+from inlay.graph import Equalizable, Lookup
+from inlay.recipe import Plan, Slot, Strength, channels_of
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.on_disk import StoredStatistics
 from inlay.statistics.value import Statistics, measure
 
 __all__ = ["Equalization", "EqualizedGroup"]
+
+WeightOf = Callable[[str], torch.Tensor]
+
+_SECOND_RUN = (
+    "the data is run twice: first for the ranges of channels and for what equalization leaves "
+    "alone, then for the inputs that are equalized, whose observers have to see them scaled"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +61,32 @@ class Equalization:
             self.parameters.name_of, lambda weight: plan.owner(weight, "linear")
         )
         self.done: tuple[EqualizedGroup, ...] = ()
+        self._scales: dict[Group, Scales] = {}
+        # Whether the scales stay as they are, because data is observed through scaled parameters.
+        self.is_settled = False
+
+    def take_in(self, found: Equalizable, lookup: Lookup) -> None:
+        """Take in what a graph says, for the parameters that it is called with.
+
+        :raises StatisticsError: if parameters are scaled already that this graph does not let scale
+        """
+        self.collected.add(found, lookup)
+        lost = self._scales.keys() - set(self.collected.groups) if self.is_settled else ()
+        if lost:
+            names = ", ".join(sorted(group.name for group in lost))
+            raise StatisticsError(
+                f"a graph that the first run over the data did not meet uses the parameters of "
+                f"{names} otherwise, and their inputs are equalized already; run the same batches "
+                "both times"
+            )
 
     def restore(self, stored: StoredStatistics, model: nn.Module) -> None:
-        """Take in the groups of stored statistics.
+        """Take in the groups of stored statistics, and the scales if these were settled.
 
-        :raises StatisticsError: if they were gathered without the ranges of channels
+        :raises StatisticsError: if they were gathered without the ranges of channels, or from
+            inputs that were equalized otherwise
         """
+        _require_same_strength(stored, self.plan)
         if self.plan.recipe.equalize is None:
             return
         if "equalize" not in stored.recipe:
@@ -70,6 +99,16 @@ class Equalization:
             map(Group.from_plain, stored.groups),
             lambda reader: self._name_of(model.get_parameter(f"{reader}.weight")),
         )
+        if stored.is_second_run and self.plan.needs_second_run:
+            self._scales = {
+                group: Scales(
+                    values=stored.scales[group.name], strength=stored.strengths[group.name]
+                )
+                for group in self.collected.groups
+                if group.name in stored.scales
+            }
+            self._scale_parameters()
+            self.is_settled = True
 
     def _name_of(self, weight: torch.Tensor) -> str:
         name = self.parameters.name_of(weight)
@@ -80,12 +119,16 @@ class Equalization:
         """The groups, to be kept on disk."""
         return tuple(group.to_plain() for group in self.collected.groups)
 
+    def settled(self) -> dict[str, Scales]:
+        """The scales that data is observed with, by group, to be kept on disk."""
+        return {group.name: s for group, s in self._scales.items()} if self.is_settled else {}
+
     def described(self) -> list[str]:
         """Say what is equalized and what is not, and why, a line for each value."""
         if self.plan.recipe.equalize is None:
             return []
         known = {each.group: each for each in self.done}
-        lines = []
+        lines = [_SECOND_RUN] if self.plan.needs_second_run else []
         for group in self.collected.groups:
             scaled = ", ".join(producer.parameter for producer in group.producers)
             line = f"{', '.join(group.readers)}: channels can be equalized, in {scaled}"
@@ -100,60 +143,64 @@ class Equalization:
         """Why the inputs of modules are not equalized, by module."""
         return self.collected.refused
 
-    def apply(self, statistics: StatisticsBySlot, weight_of: Callable[[str], torch.Tensor]) -> None:
+    def apply(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
         """Choose scales, have parameters scaled, and say what the slots would have seen.
 
         :param weight_of: gives the weight of a module as the model has it
         """
-        strength = self.plan.recipe.equalize
-        if strength is None:
+        if self.plan.recipe.equalize is None:
             return
+        if not self.is_settled:
+            self._choose(statistics, weight_of)
+        rescaled: dict[str, Statistics] = {}
+        done = []
+        for group, scales in self._scales.items():
+            ranges = _ranges(group, statistics)
+            if ranges is None:
+                continue  # a rank that has seen nothing, while it goes through the data again
+            low, high = ranges
+            rescaled.update(self._rescaled(group, statistics, low, high, scales.values))
+            sizes = torch.maximum(low.abs(), high.abs())
+            done.append(
+                EqualizedGroup(
+                    group=group,
+                    strength=scales.strength,
+                    before=_unevenness(sizes),
+                    after=_unevenness(sizes / scales.values.to(sizes)),
+                )
+            )
+        statistics.rescaled = rescaled
+        self.done = tuple(done)
+
+    def settle(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+        """Choose scales for good, so that the equalized inputs can be observed."""
+        self._choose(statistics, weight_of)
+        self.is_settled = True
+
+    def _choose(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+        """Choose strength and scales of each group, on one rank for all.
+
+        So ranks agree to the last bit, whatever they compute with.
+        """
+        strength = self.plan.recipe.equalize
+        assert strength is not None
         self._agree_over_ranks(weight_of)
         ranges = {
             group: found
             for group in self.collected.groups
             if (found := _ranges(group, statistics)) is not None
         }
-        chosen = self._chosen(ranges, weight_of, strength)
-        scales: dict[Group, torch.Tensor] = {}
-        rescaled: dict[str, Statistics] = {}
-        done = []
-        for group, (low, high) in ranges.items():
-            own_strength, scales[group] = chosen[group]
-            rescaled.update(self._rescaled(group, statistics, low, high, scales[group]))
-            sizes = torch.maximum(low.abs(), high.abs())
-            done.append(
-                EqualizedGroup(
-                    group=group,
-                    strength=own_strength,
-                    before=_unevenness(sizes),
-                    after=_unevenness(sizes / scales[group].to(sizes)),
-                )
-            )
-        self.parameters.scale(scales, self.collected.weight_of)
-        statistics.rescaled = rescaled
-        self.done = tuple(done)
-
-    def _chosen(
-        self,
-        ranges: Mapping[Group, tuple[torch.Tensor, torch.Tensor]],
-        weight_of: Callable[[str], torch.Tensor],
-        strength: Strength,
-    ) -> dict[Group, tuple[float, torch.Tensor]]:
-        """Choose strength and scales of each group, on one rank for all.
-
-        So ranks agree to the last bit, whatever they compute with.
-        """
         named = {str(place): group for place, group in enumerate(ranges)}
 
         def scales(names: Iterable[str]) -> Iterator[tuple[str, tuple[float, torch.Tensor]]]:
             for name in names:
                 group = named[name]
                 readers = [self._reader(reader, weight_of(reader)) for reader in group.readers]
-                found = scales_of(group, *ranges[group], readers, strength)
+                means = _means(group, statistics)
+                found = _scales(group, ranges[group], means, readers, strength)
                 yield name, (found.strength, found.values)
 
-        found = each_by_one_rank(
+        chosen = each_by_one_rank(
             {
                 name: sum(weight_of(reader).numel() for reader in group.readers)
                 for name, group in named.items()
@@ -161,9 +208,17 @@ class Equalization:
             scales,
             device_of=lambda name: ranges[named[name]][0].device,
         )
-        return {named[name]: result for name, result in found.items()}
+        self._scales = {
+            named[name]: Scales(values=values, strength=strength)
+            for name, (strength, values) in chosen.items()
+        }
+        self._scale_parameters()
 
-    def _agree_over_ranks(self, weight_of: Callable[[str], torch.Tensor]) -> None:
+    def _scale_parameters(self) -> None:
+        values = {group: scales.values for group, scales in self._scales.items()}
+        self.parameters.scale(values, self.collected.weight_of)
+
+    def _agree_over_ranks(self, weight_of: WeightOf) -> None:
         """Equalize on all ranks what each rank with data would.
 
         A rank without data has traced nothing, and knows of no groups.
@@ -178,7 +233,8 @@ class Equalization:
         return Reader(
             weight=weight,
             weight_steps=_steps(slots["weight"].args) if "weight" in slots else None,
-            input_steps=_steps(slots["input"].args),
+            input_steps=_steps(slots["input"].args) if "input" in slots else None,
+            weight_args=slots["weight"].args if "weight" in slots else None,
         )
 
     def _rescaled(
@@ -195,8 +251,9 @@ class Equalization:
         extremes = torch.stack([low, high]) / scales.to(low)
         for reader in group.readers:
             slots = self.plan.of_module(reader)
-            if slots["input"].is_observed:
-                found[slots["input"].name] = _after(slots["input"], statistics, extremes)
+            read = slots.get("input")
+            if read is not None and read.is_observed and not read.sees_scaled:
+                found[read.name] = _after(read, statistics, extremes)
             importance = slots["weight"].importance if "weight" in slots else None
             known = None if importance is None else statistics.of(importance)
             if importance is not None and known is not None and not known.is_empty:
@@ -209,14 +266,42 @@ class Equalization:
 
 def _ranges(group: Group, statistics: StatisticsBySlot) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The smallest and largest value of each channel that any reader saw; None without data."""
-    plan = statistics.plan
-    seen = [statistics.of(plan.of_module(name)["input"].channels) for name in group.readers]
-    known = [each for each in seen if each is not None and not each.is_empty]
-    if len(known) < len(seen):
+    known = _of_channels(group, statistics)
+    if len(known) < len(group.readers):
         return None
     low = torch.stack([each.tensors["min_vals"] for each in known]).amin(0)
     high = torch.stack([each.tensors["max_vals"] for each in known]).amax(0)
     return (low, high) if bool(low.isfinite().all() & high.isfinite().all()) else None
+
+
+def _scales(
+    group: Group,
+    ranges: tuple[torch.Tensor, torch.Tensor],
+    means: torch.Tensor,
+    readers: Sequence[Reader],
+    strength: Strength,
+) -> Scales:
+    if all(reader.input_steps is None for reader in readers):
+        return activation_aware_scales_of(group, means, readers, strength)
+    return scales_of(group, *ranges, readers, strength, means=means)
+
+
+def _means(group: Group, statistics: StatisticsBySlot) -> torch.Tensor:
+    """How large the values of each channel are on average."""
+    known = _of_channels(group, statistics)
+    if any("magnitudes" not in each.tensors for each in known):
+        raise StatisticsError(
+            f"the stored statistics of {group.name} do not say how large channels are on average; "
+            "calibrate again with data"
+        )
+    means = (each.tensors["magnitudes"] / each.tokens.clamp(min=1) for each in known)
+    return torch.stack(list(means)).amax(0)
+
+
+def _of_channels(group: Group, statistics: StatisticsBySlot) -> list[Statistics]:
+    slots = (statistics.plan.of_module(name) for name in group.readers)
+    seen = (statistics.of(channels_of(each)) for each in slots)
+    return [each for each in seen if each is not None and not each.is_empty]
 
 
 def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> Statistics:
@@ -224,6 +309,19 @@ def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> 
     known = statistics.of(slot)
     found = measure(slot, extremes)
     return found if known is None else replace(found, seen=known.seen, tokens=known.tokens)
+
+
+def _require_same_strength(stored: StoredStatistics, plan: Plan) -> None:
+    """Refuse statistics of equalized inputs for a recipe that equalizes them otherwise."""
+    if not stored.scales or not any(slot.base_name == "input" for slot in plan.activation_slots()):
+        return
+    strength = stored.recipe.get("equalize")
+    if plan.recipe.equalize != strength or not plan.needs_second_run:
+        raise StatisticsError(
+            f"the stored statistics are of inputs that were equalized with strength {strength}; "
+            "ask for the same strength and observer, or calibrate again with data. With "
+            "static_minmax statistics are stored that serve every strength"
+        )
 
 
 def _steps(args: QuantizationArgs) -> int:

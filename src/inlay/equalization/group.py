@@ -16,15 +16,28 @@ class Producer:
     :param parameter: its name in the model
     :param axes: axes of the group's channels along it, outermost first
     :param offset: what the model adds to the parameter before using it, such as 1 in Gemma's norm
+    :param rows: if some rows only are divided, as the values in a projection of queries, keys and
+        values: all rows as a grid, each side with its size, and where the part begins and how
+        long it is
     """
 
     parameter: str
     axes: tuple[int, ...]
     offset: float = 0.0
+    rows: tuple[tuple[int, int, int], ...] = ()
 
     def divided(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return the parameter divided by scales along its first dimension."""
-        along = scale.reshape(-1, *[1] * (value.dim() - 1))
+        if not self.rows:
+            return self._divided(value, scale.reshape(-1, *[1] * (value.dim() - 1)))
+        rest = value.shape[1:]
+        grid = value.reshape(*(size for size, _, _ in self.rows), *rest).clone()
+        part = tuple(slice(start, start + length) for _, start, length in self.rows)
+        lengths = (length for _, _, length in self.rows)
+        grid[part] = self._divided(grid[part], scale.reshape(*lengths, *[1] * len(rest)))
+        return grid.reshape(value.shape)
+
+    def _divided(self, value: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
         return (value + self.offset) / along - self.offset if self.offset else value / along
 
 
@@ -76,6 +89,7 @@ class Group:
                     parameter=producer["parameter"],
                     axes=tuple(producer["axes"]),
                     offset=producer["offset"],
+                    rows=tuple(map(tuple, producer.get("rows", ()))),
                 )
                 for producer in fields["producers"]
             ),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from inlay.graph import Source, fake_value, mutates, tensor_op, weight_use
+from inlay.graph import Source, fake_value, mutates, slots_of, tensor_op, weight_use
 
 __all__ = [
     "ATTENTION",
@@ -20,6 +20,7 @@ __all__ = [
     "objection",
     "op_name",
     "parameters_of",
+    "quantizes_linear",
     "shifted_parameter",
     "source_of",
     "times_read",
@@ -83,6 +84,13 @@ def parameters_of(gm: GraphModule, node: Node) -> tuple[Source, Source | None]:
     assert use is not None
     given = bias_node(node)
     return source_of(use.weight_node), None if given is None else source_of(given)
+
+
+def quantizes_linear(gm: GraphModule, node: Node) -> bool:
+    """Whether an op is that of a Linear of which the input or the weight is quantized."""
+    use = weight_use(gm, node)
+    is_linear = use is not None and use.kind == "linear" and use.value is not None
+    return is_linear and not slots_of(node).keys().isdisjoint(("input", "weight"))
 
 
 def bias_node(node: Node) -> Any:

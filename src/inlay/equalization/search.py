@@ -11,6 +11,7 @@ from inlay.equalization.channels import (
     Axis,
     Layout,
     LayoutError,
+    Window,
     aligned,
     layout_of_source,
     leaves_of,
@@ -26,11 +27,13 @@ from inlay.equalization.ops import (
     objection,
     op_name,
     parameters_of,
+    quantizes_linear,
     shifted_parameter,
     source_of,
     times_read,
     weight_source,
 )
+from inlay.equalization.parts import parts_read_by
 from inlay.graph import (
     FoundGroup,
     FoundProducer,
@@ -83,8 +86,9 @@ class Search:
                 dict.fromkeys(
                     FoundProducer(
                         source=source,
-                        axes=tuple(place[leaf] for leaf in leaves_of(axes)),
+                        axes=tuple(place[leaf] for leaf in _inside(axes)),
                         offset=offset,
+                        rows=_rows(axes),
                     )
                     for source, axes, offset in self._producers
                 )
@@ -247,6 +251,8 @@ class Search:
         """Have a parameter that lies along the last dimension take up the scales."""
         if not layout[-1]:
             raise Refusal("one number stands for all its channels")
+        if any(isinstance(leaf, Window) for dim in layout[:-1] for leaf in leaves_of(dim)):
+            raise Refusal("a part of what it is computed from cannot be scaled by itself")
         self._tied += [axis for dim in layout[:-1] for axis in dim]
         self._producers.append((source, layout[-1], offset))
 
@@ -260,12 +266,28 @@ class Search:
                     continue
                 if user not in self._layouts and self._goes_on(node, user):
                     left.append(user)
+                if user not in self._layouts and self._reads_other_part(node, user):
+                    continue
                 if user in self._layouts:
                     expected = self._edges.get((node, user), 0)
                     if expected != times_read(node, user):
                         raise Refusal(f"{op_name(user)} also reads it by another way")
                 elif not self._makes_up(node, user):
                     raise Refusal(objection(self.gm, user))
+
+    def _reads_other_part(self, node: Node, user: Node) -> bool:
+        """Whether a reader leaves out the part of a value that is scaled."""
+        if not any(
+            isinstance(leaf, Window) for dim in self._layouts[node] for leaf in leaves_of(dim)
+        ):
+            return False
+        parts = list(parts_read_by(user))
+        ours = [p for u in node.users for p in parts_read_by(u) if p and p.reader in self._layouts]
+        return bool(ours) and all(
+            part is not None
+            and (part.reader in self._layouts or all(map(part.is_apart_from, ours)))
+            for part in parts
+        )
 
     def _goes_on(self, node: Node, user: Node) -> bool:
         """Whether a reader hands the scaled value on as it is; its readers are then looked at."""
@@ -291,7 +313,7 @@ class Search:
         """Whether a reader is a quantized Linear of which a weight's columns can be multiplied."""
         use = weight_use(self.gm, user)
         layout = self._layouts[node]
-        if use is None or use.value is not node or "input" not in slots_of(user):
+        if use is None or use.value is not node or not quantizes_linear(self.gm, user):
             return False
         in_order = leaves_of(layout[-1]) == self._channels.leaves() and not any(layout[:-1])
         if not in_order or times_read(node, user) != 1:
@@ -299,6 +321,25 @@ class Search:
         if user not in self.readers:
             self.readers.append(user)
         return True
+
+
+def _inside(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The axes of channels, also those that are a part of a dimension."""
+    parts = (leaf.inner if isinstance(leaf, Window) else (leaf,) for leaf in leaves_of(axes))
+    return leaves_of(axis for inner in parts for axis in inner)
+
+
+def _rows(axes: tuple[Axis, ...]) -> tuple[tuple[int, int, int], ...]:
+    """The rows of a parameter as a grid, and which of them channels are; none if they all are."""
+    leaves = leaves_of(axes)
+    if not any(isinstance(leaf, Window) for leaf in leaves):
+        return ()
+    return tuple(
+        (leaf.size, leaf.start, leaf.length)
+        if isinstance(leaf, Window)
+        else (leaf.size, 0, leaf.size)
+        for leaf in leaves
+    )
 
 
 def uses_of_parameters(gm: GraphModule, groups: list[Search]) -> Iterator[Use]:

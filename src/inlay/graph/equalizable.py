@@ -31,6 +31,7 @@ class FoundProducer:
     source: Source
     axes: tuple[int, ...]
     offset: float = 0.0
+    rows: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

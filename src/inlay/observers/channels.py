@@ -1,4 +1,4 @@
-"""The range of each channel of a value, from which equalization finds its scales."""
+"""How large the channels of a value are, from which equalization finds its scales."""
 
 from typing import ClassVar
 
@@ -15,14 +15,18 @@ __all__ = ["ChannelRangeObserver"]
 
 
 class ChannelRangeObserver(MeasuringObserver):
-    """The smallest and the largest value of each channel of a module's input.
+    """The smallest and the largest value of each channel of a module's input, and the sum of sizes.
 
     It gives no scales and has no name to be chosen by: a recipe with `equalize` asks for it.
     """
 
     any_format = True
     observes_input = True
-    _act_sync_dict = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
+    _act_sync_dict = {
+        "min_vals": dist.ReduceOp.MIN,
+        "max_vals": dist.ReduceOp.MAX,
+        "magnitudes": dist.ReduceOp.SUM,
+    }
     _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
 
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
@@ -30,10 +34,13 @@ class ChannelRangeObserver(MeasuringObserver):
 
     def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         rows = x.reshape(-1, x.size(-1))
+        sizes = rows.abs().to(torch.float32)
         if valid is not None:
-            rows = fill_invalid(rows, valid)
+            rows, sizes = fill_invalid(rows, valid), torch.where(valid.unsqueeze(-1), sizes, 0)
         low, high = torch.amin(rows, 0), torch.amax(rows, 0)
-        return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
+        ranges = {"min_vals": as_stored(low), "max_vals": as_stored(high)}
+        return {**ranges, "magnitudes": sizes.sum(0)}
 
     def measure_input_parts(self, x: torch.Tensor, parts: Parts) -> Tensors:
-        return {"min_vals": as_stored(parts.least(x)), "max_vals": as_stored(parts.largest(x))}
+        ranges = {"min_vals": as_stored(parts.least(x)), "max_vals": as_stored(parts.largest(x))}
+        return {**ranges, "magnitudes": parts.total(x.abs().to(torch.float32))}

@@ -4,7 +4,14 @@ from inlay.recipe.describe import format_in_words, recipe_text, scheme_in_words
 from inlay.recipe.plan import Plan
 from inlay.recipe.presets import preset_names
 from inlay.recipe.recipe import AUTO_STRENGTH, EXPERTS, Experts, Recipe, Strength
-from inlay.recipe.slot import BASE_NAMES, CHANNELS, IMPORTANCE, Slot, make_observer
+from inlay.recipe.slot import (
+    BASE_NAMES,
+    CHANNELS,
+    IMPORTANCE,
+    Slot,
+    channels_of,
+    make_observer,
+)
 
 __all__ = [
     "AUTO_STRENGTH",
@@ -17,6 +24,7 @@ __all__ = [
     "Recipe",
     "Slot",
     "Strength",
+    "channels_of",
     "format_in_words",
     "make_observer",
     "preset_names",

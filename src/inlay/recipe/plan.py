@@ -25,7 +25,7 @@ from inlay.ranges.args import key_of
 from inlay.recipe.experts import ExpertLinear, ExpertStack, expert_stacks
 from inlay.recipe.recipe import Recipe
 from inlay.recipe.served_experts import scheme_of_experts
-from inlay.recipe.slot import BASE_NAMES, Slot
+from inlay.recipe.slot import BASE_NAMES, Slot, channels_of
 
 __all__ = ["Plan"]
 
@@ -72,8 +72,8 @@ class Plan:
         _require_fitting_weights(everything, self.weight_slots())
         if recipe.equalize is not None and not any(True for _ in self.channel_slots()):
             raise ConfigurationError(
-                "the recipe equalizes the channels of inputs, but quantizes no input; leave "
-                "equalize out, or choose a scheme such as W8A8_STATIC"
+                "the recipe equalizes the channels of inputs, but quantizes no Linear that reads "
+                "some; leave equalize out, or choose a scheme such as W8A8_STATIC"
             )
 
     def _add(self, module: str, parts: Iterable[tuple[str, QuantizationArgs]]) -> None:
@@ -203,13 +203,20 @@ class Plan:
         """Tell whether data is observed in any of these modules, or in one around it."""
         slots = [slot for module in modules for slot in self.slots_at(module)]
         return any(
-            slot.importance is not None if slot.is_weight else self._is_observed(slot)
+            slot.importance is not None or self.can_watch_channels(slot.module)
+            if slot.is_weight
+            else self._is_observed(slot)
             for slot in slots
         )
 
     def _is_observed(self, slot: Slot) -> bool:
         is_watched = slot.base_name == "input" and self.recipe.equalize is not None
         return slot.is_observed or is_watched
+
+    def can_watch_channels(self, module: str) -> bool:
+        """Whether the channels of a module's input can be equalized: a quantized Linear's."""
+        is_linear = self.kinds.get(module) == "linear" and module not in self.experts
+        return self.recipe.equalize is not None and is_linear and bool(self.of_module(module))
 
     def weight_slots(self) -> Iterable[Slot]:
         return (slot for slot in self.slots.values() if slot.is_weight)
@@ -221,9 +228,14 @@ class Plan:
 
     def channel_slots(self) -> Iterable[Slot]:
         """Return the slots that watch the channels of inputs, if the recipe equalizes them."""
-        if self.recipe.equalize is None:
-            return ()
-        return (slot.channels for slot in self.slots.values() if slot.base_name == "input")
+        modules = dict.fromkeys(slot.module for slot in self.slots.values())
+        watched = (name for name in modules if self.can_watch_channels(name))
+        return (channels_of(self.of_module(name)) for name in watched)
+
+    @property
+    def needs_second_run(self) -> bool:
+        """Whether inputs have to be observed again, once it is known how they are equalized."""
+        return self.recipe.equalize is not None and any(s.sees_scaled for s in self.slots.values())
 
     def fused_groups(self) -> Iterable[tuple[str, list[str]]]:
         """Yield prefix and names of the layers that are served as one, as far as they exist."""

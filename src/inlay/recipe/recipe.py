@@ -13,7 +13,6 @@ from compressed_tensors.quantization import (
 )
 
 from inlay.errors import ConfigurationError
-from inlay.observers import StaticMinMaxObserver
 from inlay.recipe.llmcompressor_yaml import config_of_modifiers, find_modifiers
 from inlay.recipe.presets import (
     Overrides,
@@ -51,7 +50,7 @@ _OWN_FIELDS = (
     "targets",
     "weights",
 )
-_EXACT = "static_minmax"  # the observer of inputs that are equalized
+_EXACT = "static_minmax"  # the observer of inputs that are equalized, if none is named
 _PARTS = {"weights": "weights", "inputs": "input_activations", "outputs": "output_activations"}
 
 
@@ -214,23 +213,15 @@ def _require_experts(experts: Any) -> None:
 
 
 def _with_exact_ranges(config: QuantizationConfig) -> QuantizationConfig:
-    """Observe inputs with `static_minmax` where no observer is named, and refuse others.
+    """Observe inputs with `static_minmax` where no observer is named.
 
     Its range of an equalized value follows from the ranges of channels, so data is seen once.
     """
     changed: QuantizationConfig = config.model_copy(deep=True)
     for scheme in changed.config_groups.values():
         args = scheme.input_activations
-        if args is None or args.dynamic is True:
-            continue
-        if args.observer is None:
+        if args is not None and args.dynamic is not True and args.observer is None:
             scheme.input_activations = args.model_copy(update={"observer": _EXACT})
-        elif type(make_observer("input", args)) is not StaticMinMaxObserver:
-            raise ConfigurationError(
-                f"equalize does not go with {args.observer} for inputs: it would have to see the "
-                "equalized values, which are known only once all data was seen. Leave the observer "
-                f"out, or name {_EXACT}, whose ranges follow from those of the channels"
-            )
     return changed
 
 

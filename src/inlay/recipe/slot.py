@@ -6,9 +6,14 @@ from typing import Any
 
 from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationStrategy
 
-from inlay.observers import ChannelRangeObserver, Observer, default_observer
+from inlay.observers import (
+    ChannelRangeObserver,
+    Observer,
+    StaticMinMaxObserver,
+    default_observer,
+)
 
-__all__ = ["BASE_NAMES", "CHANNELS", "IMPORTANCE", "Slot", "make_observer"]
+__all__ = ["BASE_NAMES", "CHANNELS", "IMPORTANCE", "Slot", "channels_of", "make_observer"]
 
 # Parts of a module that can be quantized.
 BASE_NAMES = ("weight", "input", "output", "q", "k", "v")
@@ -130,12 +135,26 @@ class Slot:
 
     @property
     def channels(self) -> "Slot":
-        """The slot that watches the channels of this input."""
+        """The slot that watches the channels of this input, or of the input of this weight."""
         return Slot(self.module, CHANNELS, self.args)
+
+    @property
+    def sees_scaled(self) -> bool:
+        """Whether an equalized input has to be observed once its channels are scaled.
+
+        The range of `static_minmax` follows from the ranges of channels; others have to see it.
+        """
+        is_input = self.base_name == "input" and self.is_observed
+        return is_input and self.observer_class is not StaticMinMaxObserver
 
     def moved_to(self, module: str) -> "Slot":
         """Return the same slot of another module."""
         return Slot(module, self.base_name, self.args)
+
+
+def channels_of(slots: Mapping[str, Slot]) -> Slot:
+    """The slot that watches the channels of a Linear's input, from the slots that it has."""
+    return (slots["input"] if "input" in slots else slots["weight"]).channels
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:

@@ -35,12 +35,20 @@ class StatisticsBySlot:
         self._of_all_ranks: dict[str, Statistics] | None = None
         # What slots would have seen of values that equalization scales, once that is decided.
         self.rescaled: dict[str, Statistics] = {}
+        self.is_second_run = False  # over the data, which then flows through equalized weights
         # Statistics of a whole layer, for experts that are to have these instead of their own.
         self.replaced: dict[str, Statistics] = {}
 
     @property
     def is_final(self) -> bool:
         return self.qparams is not None
+
+    @property
+    def phase(self) -> str:
+        """What graphs are made for: "calibrating", "calibrating equalized" or "finalized"."""
+        if self.is_final:
+            return "finalized"
+        return "calibrating equalized" if self.is_second_run else "calibrating"
 
     def entry(
         self,

@@ -35,6 +35,7 @@ FOLDER_NAME = "statistics"  # in the folder of a checkpoint, where vLLM takes al
 _VERSION = 3
 _READABLE = (2, 3)
 _METADATA = "inlay"
+_SCALES = "equalized/"  # before the name of a group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,9 @@ class StoredStatistics:
     :param recipe: the fields of the `QuantizationConfig`
     :param slots: by name; slots that share their statistics have the same tensors
     :param groups: groups that can be equalized, as values that JSON keeps
+    :param is_second_run: whether inputs were observed with their channels scaled
+    :param scales: by group, if so
+    :param strengths: that the scales come from, by group
     """
 
     recipe: Mapping[str, Any]
@@ -52,6 +56,9 @@ class StoredStatistics:
     data: str = ""
     data_seen: DataSeen = field(default_factory=DataSeen)
     groups: Sequence[Mapping[str, Any]] = ()
+    is_second_run: bool = False
+    scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    strengths: Mapping[str, float] = field(default_factory=dict)
 
     def save(self, folder: str | Path, *, file_name: str = FILE_NAME) -> Path:
         """Write `statistics.safetensors` and, for people, `statistics.json`.
@@ -80,6 +87,7 @@ class StoredStatistics:
                 "is_complete": known.is_complete,
                 "tensors": keys,
             }
+        tensors.update({f"{_SCALES}{name}": scale for name, scale in self.scales.items()})
         content = {
             "version": _VERSION,
             "inlay": __version__,
@@ -88,6 +96,8 @@ class StoredStatistics:
             "data_seen": self.data_seen.to_plain(),
             "recipe": self.recipe,
             "groups": list(self.groups),
+            "is_second_run": self.is_second_run,
+            "strengths": dict(self.strengths),
             "slots": described,
         }
         text = json.dumps(content, indent=1)
@@ -124,6 +134,13 @@ class StoredStatistics:
             data=content["data"],
             data_seen=DataSeen.from_plain(content["data_seen"]),
             groups=content.get("groups", ()),
+            is_second_run=content.get("is_second_run", False),
+            scales={
+                key.removeprefix(_SCALES): tensor
+                for key, tensor in tensors.items()
+                if key.startswith(_SCALES)
+            },
+            strengths=content.get("strengths", {}),
         )
 
     @staticmethod
@@ -143,6 +160,14 @@ class StoredStatistics:
                 merged[name] = functools.reduce(merge, parts)
             except StatisticsError as error:
                 problems.append(f"{name}: {error}")
+        if any(
+            self.is_second_run != run.is_second_run or not _are_equal(self.scales, run.scales)
+            for run in others
+        ):
+            problems.append(
+                "they are of inputs that were equalized with other scales; calibrate in one run, "
+                "or with static_minmax, whose statistics are of inputs as they were"
+            )
         if problems:
             raise StatisticsError("these statistics cannot be merged: " + "; ".join(problems))
         groups = {json.dumps(group): group for run in runs for group in run.groups}
@@ -153,6 +178,10 @@ class StoredStatistics:
             data=" and ".join(dict.fromkeys(run.data for run in runs if run.data)),
             data_seen=replace(DataSeen.of_all(run.data_seen for run in runs), fingerprints={}),
         )
+
+
+def _are_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @contextmanager

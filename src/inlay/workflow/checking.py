@@ -3,7 +3,7 @@
 import copy
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from compressed_tensors.quantization import QuantizationType, apply_quantization
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.errors import CheckError, ConfigurationError
+from inlay.errors import CheckError
 from inlay.observers import Observer
 from inlay.recipe import Plan, Recipe, Slot
 from inlay.statistics.functional import tensors_of
@@ -43,29 +43,31 @@ def check_calibration(
     """Calibrate a model and hold everything that comes of it against something simpler.
 
     Statistics are held against eager observers on hooks, the finalized graph against the forward of
-    compressed-tensors, and a checkpoint, if the model is one of transformers, against the graph.
+    compressed-tensors, and a checkpoint, if the model is one of transformers, against the graph. If
+    the recipe equalizes, a copy of the model with scaled parameters has to compute what the model
+    does, and what was observed or derived of equalized inputs is held against hooks on the copy.
 
     :param batches: keyword arguments of the model by name, or positional ones; padding counts
     :param compiler: the backend of `torch.compile` to check; one that rounds needs a tolerance
     :param tolerance: how far statistics may differ, relatively; by default not at all
     :raises CheckError: if anything differs, or a slot that hooks see is missed by the graph
-    :raises ConfigurationError: if the recipe equalizes, since what it is held against does not
     """
-    if recipe.equalize is not None:
-        raise ConfigurationError(
-            "the recipe equalizes, which changes weights, and a check holds the model against its "
-            "own; check the recipe without `equalize`"
-        )
     calibration = Calibration(model, recipe, compiler=compiler, count_padding=True, progress=False)
     torch.compiler.reset()
-    with _hooked(model, calibration.plan) as hooked, torch.no_grad():
-        for batch in batches:
-            _call(model, batch)
+    hooked = _observed_by_hooks(model, calibration, batches)
     for batch in batches:
         calibration.run(batch)
-    done = [_statistics_agree(calibration, hooked, tolerance)]
+    if calibration.needs_second_run:
+        calibration.equalize()
+        for batch in batches:
+            calibration.run(batch)
+    scaled = _scaled_inputs(calibration)
+    plain = {name: seen for name, seen in hooked.items() if name not in scaled}
+    done = [_statistics_agree(calibration, plain, tolerance)]
     accept = ("unobserved",)  # modules that these batches do not reach
     calibration.finalize(accept=accept)
+    if recipe.equalize is not None:
+        done.append(_equalized_agrees(calibration, batches, scaled, tolerance))
     with torch.no_grad():
         graph = torch.compile(model, backend=calibration.backend)
         found = _tensors_in(_call(graph, batches[0]))
@@ -78,6 +80,70 @@ def check_calibration(
 
 def _call(model: Callable[..., Any], batch: Any) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+
+def _observed_by_hooks(
+    model: nn.Module, calibration: Calibration, batches: Sequence[Any]
+) -> dict[str, "_Seen"]:
+    """What eager observers see in the model of a calibration, or in a copy of it."""
+    with _hooked(model, calibration) as hooked, torch.no_grad():
+        for batch in batches:
+            _call(model, batch)
+    return hooked
+
+
+def _scaled_inputs(calibration: Calibration) -> set[str]:
+    """Names of the slots that were observed only once their inputs were equalized."""
+    readers = {
+        name for group in calibration.equalization.collected.groups for name in group.readers
+    }
+    slots = (slot for slot in calibration.plan.slots.values() if slot.sees_scaled)
+    return {slot.name for slot in slots if slot.module in readers}
+
+
+def _equalized_copy(calibration: Calibration) -> nn.Module:
+    """A copy of the model that has its equalized parameters for its own."""
+    equalized = copy.deepcopy(calibration.model)
+    with torch.no_grad():
+        for name, parameter in equalized.named_parameters():
+            own = calibration.model.get_parameter(name)
+            parameter.copy_(calibration.equalization.parameters.of(own))
+    return equalized
+
+
+def _equalized_agrees(
+    calibration: Calibration, batches: Sequence[Any], scaled: Collection[str], tolerance: float
+) -> str:
+    """Hold the equalized model against the model, and statistics against hooks on it."""
+    equalized = _equalized_copy(calibration)
+    with torch.no_grad():
+        found, expected = (
+            _tensors_in(_call(model, batches[0])) for model in (equalized, calibration.model)
+        )
+    close = max(_CLOSE, _rounding(equalized))
+    _require_close("the model", found, expected, by="the equalized one", close=close)
+    hooked = _observed_by_hooks(equalized, calibration, batches)
+    statistics = calibration.statistics
+    compared = 0
+    for group in (each.group for each in calibration.equalization.done):
+        for slot in (calibration.plan.of_module(reader)["input"] for reader in group.readers):
+            seen = hooked.get(slot.name)
+            known = statistics.of(slot)
+            if seen is None or not seen.values or known is None:
+                continue
+            # A range that follows from those of channels is rounded once more.
+            far = tolerance if slot.name in scaled else max(tolerance, _rounding(equalized))
+            _require_statistics(slot.name, known.observer(), seen.observer, far)
+            compared += 1
+    return (
+        f"the equalized model computes what the model does, and {compared} equalized inputs have "
+        "the statistics that eager observers see in it"
+    )
+
+
+def _rounding(model: nn.Module) -> float:
+    dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
+    return max((8 * torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 class _Seen:
@@ -98,16 +164,19 @@ class _Seen:
 
 
 @contextmanager
-def _hooked(model: nn.Module, plan: Plan) -> Iterator[dict[str, _Seen]]:
+def _hooked(model: nn.Module, calibration: Calibration) -> Iterator[dict[str, _Seen]]:
     """Observe inputs and outputs of modules by hooks, while batches run without a graph."""
+    plan = calibration.plan
     seen: dict[str, _Seen] = {}
     handles = []
     for name, module in model.named_modules():
-        # Modules with the same weight are one to a recipe: the first of them speaks for all.
-        owner = plan.owner(getattr(module, "weight", None), plan.kinds.get(name))
+        # Modules with the same weight are one to a recipe: the first of them speaks for all. A copy
+        # has weights of its own.
+        weight = getattr(calibration.model.get_submodule(name), "weight", None)
+        owner = plan.owner(weight, plan.kinds.get(name))
         slots = plan.of_module(owner) if owner is not None and name in plan.kinds else {}
-        weight = slots.get("weight")
-        watched = [slots.get("input"), weight.importance if weight is not None else None]
+        own_weight = slots.get("weight")
+        watched = [slots.get("input"), None if own_weight is None else own_weight.importance]
         for slot in filter(None, watched):
             if slot.is_observed:
                 own = seen.setdefault(slot.name, _Seen(slot))
@@ -151,17 +220,20 @@ def _statistics_agree(
             raise CheckError(
                 f"{name} saw {int(found.seen)} values in the graph and {seen.values} by hooks"
             )
-        own = found.observer()
-        for key, expected in tensors_of(seen.observer).items():
-            if not _agree(getattr(own, key).double(), expected.double(), tolerance):
-                raise CheckError(
-                    f"{key} of {name} is {_short(getattr(own, key))} in the graph and "
-                    f"{_short(expected)} by hooks"
-                )
+        _require_statistics(name, found.observer(), seen.observer, tolerance)
         compared += 1
     alone = sum(1 for name in snapshot if not getattr(hooked.get(name), "values", 0))
     more = f"; {alone} others are seen by the graph alone, such as states of attention"
     return f"statistics of {compared} slots are those of eager observers{more if alone else ''}"
+
+
+def _require_statistics(name: str, found: Observer, by_hooks: Observer, tolerance: float) -> None:
+    for key, expected in tensors_of(by_hooks).items():
+        own = getattr(found, key)
+        if not _agree(own.double(), expected.double(), tolerance):
+            raise CheckError(
+                f"{key} of {name} is {_short(own)} in the graph and {_short(expected)} by hooks"
+            )
 
 
 def _forward_agrees(
@@ -177,7 +249,7 @@ def _forward_agrees(
     missing = [s.name for s in plan.slots.values() if s.is_observed and s.name not in qparams]
     if missing:
         return f"the forward of compressed-tensors, as {missing[0]} saw no data", False
-    quantized = copy.deepcopy(calibration.model)
+    quantized = _equalized_copy(calibration)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         apply_quantization_config(quantized, calibration.recipe.config, show_progress=False)
@@ -232,15 +304,20 @@ def _tensors_in(outputs: Any) -> list[torch.Tensor]:
     return []
 
 
-def _require_close(what: str, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def _require_close(
+    what: str,
+    found: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    by: str = "the finalized graph",
+    close: float = _CLOSE,
+) -> None:
     if len(found) != len(expected):
-        raise CheckError(f"{what} returns {len(expected)} tensors, and the graph {len(found)}")
+        raise CheckError(f"{what} returns {len(expected)} tensors, and {by} {len(found)}")
     for one, other in zip(found, expected, strict=True):
         error, norm = (one.double() - other.double()).norm(), other.double().norm()
-        if not error <= _CLOSE * norm:
+        if not error <= close * norm:
             raise CheckError(
-                f"{what} and the finalized graph differ by {float(error / norm):.2g} of the "
-                "output's norm"
+                f"{what} and {by} differ by {float(error / norm):.2g} of the output's norm"
             )
 
 

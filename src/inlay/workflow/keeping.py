@@ -126,6 +126,11 @@ class Keeper:
                 "does not have; resume with the same data"
             )
 
+    def begin_second_run(self, run: Run) -> None:
+        """Go through the data anew, from the first batch, with inputs equalized."""
+        self._before, self._met, self._fingerprints = {}, set(), {}
+        self.save(run)
+
     def save(self, run: Run) -> None:
         """Save the statistics of this rank."""
         self._save(run, self._fingerprints, file_name(self._part))

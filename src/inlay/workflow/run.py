@@ -12,7 +12,7 @@ from inlay.checkpoint.loading import require_full_precision
 from inlay.collectives import from_all_ranks
 from inlay.data.batch import count_tokens, on_device_of, varying_sizes
 from inlay.data.sources import Batches, batches_of
-from inlay.errors import ConfigurationError
+from inlay.errors import ConfigurationError, StatisticsError
 from inlay.progress import Bar
 from inlay.ranks.division import Part
 from inlay.ranks.identity import is_first
@@ -95,7 +95,7 @@ def calibrate(
         progress=progress,
     )
     if run.plan.needs_data:
-        _observe(run, batches, keeper, count_padding)
+        _observe_all(run, batches, keeper, count_padding)
     with stages(_SEARCHING):
         run.finalize(accept=accept)
     run.data += _divided(batches, run.data_parts)
@@ -152,6 +152,31 @@ def requantize(
     return run
 
 
+def _observe_all(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) -> None:
+    """Run the data, and once more if observers have to see inputs that are equalized by then."""
+    if not run.needs_second_run:  # or the second one was interrupted
+        _observe(run, batches, keeper, count_padding)
+        return
+    if not batches.can_repeat:
+        raise ConfigurationError(
+            f"the data is run twice, as the observers of equalized inputs have to see them, and "
+            f"{batches.source} can be read only once; pass a list, set the number of samples, or "
+            "observe inputs with static_minmax, which needs one run"
+        )
+    _observe(run, batches, keeper, count_padding)
+    seen = run.data_seen
+    with run.stages("equalizing"):
+        run.equalize()
+    keeper.begin_second_run(run)
+    _observe(run, batches, keeper, count_padding)
+    if run.data_seen != seen:
+        raise StatisticsError(
+            f"the data was not the same when it was run a second time: {run.data_seen.tokens} "
+            f"tokens in {run.data_seen.batches} batches after {seen.tokens} in {seen.batches}; "
+            "give data that can be read twice, such as a list"
+        )
+
+
 def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) -> None:
     model = run.model
     checked = 0  # graphs that are known to leave out padding
@@ -160,7 +185,7 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
     show = run.show_progress
     if total is not None:
         run.expect(total - keeper.left_out)
-    with Bar("calibrating", total=total, unit="tokens", show=show) as bar:
+    with Bar(_label(run), total=total, unit="tokens", show=show) as bar:
         for number, batch in batches.numbered:
             look_around()
             if keeper.was_seen(number, batch):
@@ -180,6 +205,12 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
             "the recipe quantizes activations statically, or weighs weights by them, and there is "
             "no data to observe; give data"
         )
+
+
+def _label(run: Run) -> str:
+    if not run.plan.needs_second_run:
+        return "calibrating"
+    return "calibrating, run 2 of 2" if run.statistics.is_second_run else "calibrating, run 1 of 2"
 
 
 def _divided(batches: Batches, parts: Sequence[DataSeen]) -> str:

@@ -1,0 +1,128 @@
+"""Ops that read a part of a dimension, such as the values in a projection of queries and all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from inlay.graph import fake_value, tensor_op
+
+__all__ = ["Part", "is_split", "part_of", "parts_read_by"]
+
+_SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A node that reads positions `start` to `stop` of one dimension of a value."""
+
+    value: Node
+    reader: Node
+    dim: int
+    start: int
+    stop: int
+
+    def is_apart_from(self, other: "Part") -> bool:
+        """Whether nothing is read by both."""
+        return self.dim == other.dim and (self.stop <= other.start or other.stop <= self.start)
+
+
+def is_split(node: Node) -> bool:
+    """Whether an op gives several values, each of them a part of one."""
+    return tensor_op(node) in _SPLITS
+
+
+def part_of(node: Node) -> Part | None:
+    """Return which part of what value a node is; None if it is not known to be one."""
+    name = tensor_op(node)
+    if name == "getitem" and isinstance(node.args[0], Node):
+        if is_split(node.args[0]):
+            return _of_split(node.args[0], node)
+        return _of_index(node.args[0], node)
+    if name in ("slice", "narrow"):
+        return _of_slice(node)
+    return None
+
+
+def parts_read_by(user: Node) -> Iterator[Part | None]:
+    """Yield what a reader of a value reads of it; None for what is not known to be a part."""
+    if is_split(user):
+        yield from (part_of(each) for each in user.users)
+    else:
+        yield part_of(user)
+
+
+def _shape(node: Any) -> tuple[Any, ...] | None:
+    value = fake_value(node) if isinstance(node, Node) else None
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _of_split(split: Node, node: Node) -> Part | None:
+    value, index, pieces = split.args[0], node.args[1], fake_value(split)
+    shape = _shape(value)
+    if shape is None or not isinstance(index, int) or not isinstance(pieces, (tuple, list)):
+        return None
+    assert isinstance(value, Node)
+    given = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+    if not isinstance(given, int):
+        return None
+    dim = given % len(shape)
+    sizes = [piece.shape[dim] for piece in pieces]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    index %= len(sizes)
+    return Part(value, node, dim, sum(sizes[:index]), sum(sizes[: index + 1]))
+
+
+def _of_index(value: Node, node: Node) -> Part | None:
+    """Read an index that takes a part of one dimension and all of the others."""
+    shape, index = _shape(value), node.args[1]
+    if shape is None:
+        return None
+    steps = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in [step for step in steps if not isinstance(step, (Node, list))]:
+        at = next(place for place, step in enumerate(steps) if step is Ellipsis)
+        steps[at : at + 1] = [slice(None)] * (len(shape) - len(steps) + 1)
+    found: Part | None = None
+    for dim, step in enumerate(steps):
+        if step == slice(None):
+            continue
+        size = shape[dim] if dim < len(shape) else None
+        bounds = _bounds(step, size)
+        if bounds is None or found is not None:
+            return None
+        found = Part(value, node, dim, *bounds)
+    return found
+
+
+def _bounds(step: Any, size: Any) -> tuple[int, int] | None:
+    if not isinstance(size, int):
+        return None
+    if isinstance(step, list) and len(step) == 1 and isinstance(step[0], int):
+        start = step[0] % size
+        return start, start + 1
+    if not isinstance(step, slice) or not all(
+        bound is None or isinstance(bound, int) for bound in (step.start, step.stop, step.step)
+    ):
+        return None
+    start, stop, stride = step.indices(size)
+    return (start, stop) if stride == 1 and start < stop else None
+
+
+def _of_slice(node: Node) -> Part | None:
+    names = ("input", "dim", "start", "length" if tensor_op(node) == "narrow" else "end", "step")
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    value, dim, start = given["input"], given.get("dim", 0), given.get("start")
+    shape = _shape(value)
+    if shape is None or not isinstance(dim, int):
+        return None
+    end = given.get("end")
+    if "length" in given:
+        if not isinstance(start, int) or start < 0 or not isinstance(given["length"], int):
+            return None
+        end = start + given["length"]
+    dim %= len(shape)
+    bounds = _bounds(slice(start, end, given.get("step")), shape[dim])
+    return None if bounds is None else Part(value, node, dim, *bounds)
