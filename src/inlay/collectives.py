@@ -27,6 +27,7 @@ __all__ = [
     "have_ranks",
     "merge_now",
     "start_merging",
+    "to_first_rank",
 ]
 
 _MAX_RANK = 8
@@ -80,6 +81,16 @@ def from_all_ranks(value: _T) -> list[_T]:
     with collective():
         dist.all_gather_object(found, _packed(value))
     return [_unpacked(packed) for packed in found]
+
+
+def to_first_rank(value: _T) -> list[_T]:
+    """What all ranks have to say, on the first one; nothing on the others. Every rank calls it."""
+    if not have_ranks():
+        return [value]
+    found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    with collective():
+        dist.gather_object(_packed(value), found)
+    return [_unpacked(packed) for packed in found or ()]
 
 
 def _packed(value: Any) -> bytes:

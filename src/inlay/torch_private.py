@@ -30,6 +30,7 @@ __all__ = [
     "compiling_in",
     "counting_guards_of_code",
     "default_store",
+    "example_of",
     "fake_mode_of",
     "graph_break_errors",
     "inductor_settings",
@@ -101,6 +102,18 @@ def fake_mode_of(*values: Any) -> FakeTensorMode | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
+
+
+def example_of(argument: Any) -> Any:
+    """What Dynamo traced an input of a graph with; None if nobody keeps it any more.
+
+    torch 2.1; `meta["grapharg"]` knows tensors by weak references, and says that one is gone by an
+    AssertionError.
+    """
+    try:
+        return argument.example
+    except AssertionError:
+        return None
 
 
 def lazy_graph_module(root: nn.Module, graph: Graph, class_name: str) -> GraphModule:

@@ -13,8 +13,9 @@ from tokens import CHAT, END, PADDING, WORDS, text_of, word_tokenizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from inlay.data.batch import Batch, count_tokens, digest, on_device_of, varying_sizes
-from inlay.data.sources import batches_of
+from inlay.data.sources import Batches, batches_of
 from inlay.errors import ConfigurationError
+from inlay.ranks.division import Part
 
 TOKENIZER = word_tokenizer()
 rows_of_ids = st.lists(
@@ -36,6 +37,31 @@ def expected_split(rows: int, samples: int | None, held_out: int) -> tuple[int, 
         kept = min(held_out, rows // 8)
         return rows - kept, kept
     return samples, min(held_out, rows - samples)
+
+
+@given(
+    rows=rows_of_ids,
+    samples=st.none() | st.integers(1, 45),
+    batch_size=st.integers(1, 5),
+    size=st.integers(1, 5),
+    is_finite=st.booleans(),
+)
+def test_processes_divide_the_batches_of_one(
+    rows: list[list[int]], samples: int | None, batch_size: int, size: int, is_finite: bool
+) -> None:
+    texts = list(map(text_of, rows))
+    common = {"tokenizer": TOKENIZER, "samples": samples, "batch_size": batch_size, "held_out": 3}
+
+    def batches(part: Part) -> Batches:
+        return batches_of(texts if is_finite else iter(texts), part=part, **common)
+
+    whole = batches(Part())
+    expected = [batch["input_ids"].tolist() for batch in whole]
+    parts = [batches(Part(rank, size)) for rank in range(size)]
+    numbered = [(number, b["input_ids"].tolist()) for part in parts for number, b in part.numbered]
+    assert sorted(numbered) == list(enumerate(expected))
+    assert [len(part.held_out) for part in parts] == [len(whole.held_out)] + [0] * (size - 1)
+    assert {part.samples for part in parts} == {whole.samples}
 
 
 @given(

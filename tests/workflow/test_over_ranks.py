@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibrating_ranks import Job, files_in, rows, run
+from calibrating_ranks import Job, files_in, rows, run, save_llama
 from ranks import Ranks
 
 from inlay.errors import ConfigurationError, RankError
@@ -21,8 +21,10 @@ SEARCHED = {"observer": "memoryless_mse"}
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    started = Ranks(4)
+    started, threads = Ranks(4), torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks have: products of matrices round as threads divide them
     yield started
+    torch.set_num_threads(threads)
     started.close()
 
 
@@ -42,8 +44,10 @@ def on_all(ranks: Ranks, job: Job) -> list[dict[str, Any]]:
         Job(data=rows(6), inputs=STATIC, equalize="auto", options={"batch_size": 2, "held_out": 0}),
         # What is kept of the last batch only is that of the last batch of all.
         Job(data=rows(5), inputs={"observer": "memoryless_minmax"}, options={"held_out": 0}),
+        # Eight experts, of which a row of five words reaches a few.
+        Job(data=rows(3), has_experts=True, scheme="FP8", inputs=STATIC, options={"held_out": 0}),
     ],
-    ids=["histogram", "equalized, a rank without rows", "the last batch"],
+    ids=["histogram", "equalized, a rank without rows", "the last batch", "experts"],
 )
 def test_all_ranks_have_the_result_of_one_process(ranks: Ranks, job: Job) -> None:
     if job.inputs == {"observer": "memoryless_minmax"}:
@@ -52,6 +56,38 @@ def test_all_ranks_have_the_result_of_one_process(ranks: Ranks, job: Job) -> Non
     for result in found:
         assert result["same"] == alone["same"]
     assert [result["held out"] for result in found] == [alone["held out"], 0, 0, 0]
+
+
+def test_auto_compilers_agree_with_ranks_that_traced_nothing(ranks: Ranks) -> None:
+    """Which do not know that q, k and v see the same values."""
+    job = Job(data=rows(2), llama=1, inputs=STATIC, options={"compiler": "auto", "held_out": 0})
+    found = on_all(ranks, job)
+    assert all(result["same"] == found[0]["same"] for result in found)
+    assert len(found[0]["same"]["statistics"]) == 7
+
+
+def test_a_moving_average_weighs_ranks_by_what_they_saw(ranks: Ranks) -> None:
+    """Five batches: two on the first rank, one on each other."""
+    slot = "first.input"
+    job = Job(data=rows(5), inputs={"observer": "minmax"}, options={"held_out": 0})
+    (merged, *others) = (r["same"]["statistics"][slot][0]["max_vals"] for r in on_all(ranks, job))
+    assert others == [merged] * 3
+    accept = {"held_out": 0, "accept": {"unobserved"}}
+    parts = [run(replace(job, data=rows(5)[rank::4], options=accept)) for rank in range(4)]
+    of_ranks = [part["same"]["statistics"][slot][0]["max_vals"] for part in parts]
+    expected = sum(n * torch.tensor(v) for n, v in zip((2, 1, 1, 1), of_ranks, strict=True)) / 5
+    torch.testing.assert_close(torch.tensor(merged), expected)
+
+
+def test_all_compress_and_the_first_writes(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(save_llama, [str(tmp_path / "ranks")] * 4)
+    assert found == [save_llama(str(tmp_path / "alone"))] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ranks"]
+
+
+def test_where_the_first_cannot_write_all_say_so(ranks: Ranks) -> None:
+    for error in ranks.run(save_llama, ["/proc/nowhere"] * 4):
+        assert "cannot write the folder /proc/nowhere" in str(error)
 
 
 def test_weights_are_searched_by_one_rank_each(ranks: Ranks) -> None:
@@ -149,8 +185,10 @@ def test_a_run_of_one_process_goes_on_with_four(ranks: Ranks, tmp_path: Path) ->
     assert all(result["same"] == alone["same"] for result in on_all(ranks, resumed))
 
 
-def test_a_killed_rank_is_named() -> None:
+def test_a_slow_rank_is_waited_for_and_a_killed_one_is_named() -> None:
     pair = Ranks(2)
+    slow = on_all(pair, replace(JOB, stop={1: (9, "be slow")}))
+    assert all(result["same"] == run(JOB)["same"] for result in slow)
     job = replace(JOB, stop={1: (3, "kill")})
     (found,) = pair.run(run, [job] * 2, but=1)
     pair.close()

@@ -1,8 +1,6 @@
 """Writing a checkpoint that transformers and vLLM load, one block of the model at a time."""
 
-import copy
 import re
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,11 +9,11 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
-from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
 from torch import nn
 
+from inlay.checkpoint.compressing import Block, compressed_blocks, pays_to_share
+from inlay.checkpoint.configs import warn_of_experts, write_configs
 from inlay.checkpoint.gate import describe_unusable, require_servable
 from inlay.checkpoint.layers import (
     QuantizedLayer,
@@ -35,6 +33,7 @@ __all__ = [
     "CheckpointSizes",
     "Contents",
     "finish_checkpoint",
+    "help_with_checkpoint",
     "require_servable",
     "save_checkpoint",
     "size_of_model",
@@ -85,8 +84,12 @@ def save_checkpoint(
     folder = Path(folder)
     shards = Shards(folder, max_size)
     blocks = _blocks(contents.unquantized, layers)
-    for unquantized, own_layers in watched(blocks, "writing the checkpoint", show=progress):
-        shards.add(contents.tensors(unquantized, own_layers, qparams))
+    compressed = compressed_blocks(
+        blocks, lambda layer: _compressed(layer, qparams, equalized), shared=pays_to_share(layers)
+    )
+    bar = watched(compressed, "writing the checkpoint", total=len(blocks), show=progress)
+    for unquantized, quantized in bar:
+        shards.add(contents.as_saved(unquantized, quantized))
     shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
     finish_checkpoint(folder, contents, plan, recipe, layers, tokenizer=tokenizer)
     return CheckpointSizes(before=size_of_model(model), after=shards.total_size)
@@ -132,15 +135,20 @@ class Contents:
         qparams: Mapping[str, QParamsDict],
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of one block as they are written."""
+        quantized = {}
+        for layer in layers:
+            quantized.update(_compressed(layer, qparams, self.equalized))
+        return self.as_saved(unquantized, quantized)
+
+    def as_saved(
+        self, unquantized: Mapping[str, torch.Tensor], quantized: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of one block, of which some are compressed, as they are written."""
         plain = dict(unquantized)
         if self.equalized is not None:
             own = dict(self.model.named_parameters(remove_duplicate=False))
             changed = (name for name in plain if self.equalized.is_changed(own.get(name)))
             plain.update({name: self.equalized.of(own[name]) for name in changed})
-        # Compressed here, not kept in the block, so that it is freed once it is written.
-        quantized = {}
-        for layer in layers:
-            quantized.update(_compressed(layer, qparams, self.equalized))
         return _as_saved(self.model, plain, quantized, self.experts)
 
 
@@ -156,11 +164,36 @@ def finish_checkpoint(
     """Write what belongs beside the weights: configs and tokenizer."""
     model = contents.model
     config = quantization_config(model, recipe, layers)
-    _warn_of_experts(plan, config)
-    _write_configs(folder, model, contents.keep_ties)
+    warn_of_experts(plan, config)
+    write_configs(folder, model, contents.keep_ties)
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def help_with_checkpoint(
+    model: nn.Module,
+    plan: Plan,
+    recipe: Recipe,
+    qparams: Mapping[str, QParamsDict],
+    *,
+    accept: Collection[str] = (),
+    equalized: EqualizedParameters | None = None,
+) -> None:
+    """Compress a part of the model for the first rank, which writes it with `save_checkpoint`.
+
+    Every other rank calls it with the same arguments.
+    """
+    layers = quantized_layers(model, plan, recipe, require_servable(plan, qparams, accept=accept))
+    if not pays_to_share(layers):
+        return
+    state = _unquantized_state(model, layers, not _shares_quantized_weight(model, layers))
+    for stack in plan.stacks:
+        state.pop(stack)
+    for _ in compressed_blocks(
+        _blocks(state, layers), lambda layer: _compressed(layer, qparams, equalized), shared=True
+    ):
+        pass
 
 
 def _require_saveable(model: nn.Module) -> None:
@@ -225,12 +258,9 @@ def _unquantized_state(
     return state
 
 
-_Block = tuple[dict[str, torch.Tensor], list[QuantizedLayer]]
-
-
-def _blocks(state: Mapping[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[_Block]:
+def _blocks(state: Mapping[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[Block]:
     """Group tensors and layers by the block of the model that they belong to."""
-    blocks: dict[str, _Block] = {}
+    blocks: dict[str, Block] = {}
     for name, tensor in state.items():
         blocks.setdefault(_block_of(name), ({}, []))[0][name] = tensor
     for layer in layers:
@@ -350,39 +380,6 @@ def _as_saved(
             "tensors; ignore these modules in the recipe"
         )
     return saved
-
-
-def _write_configs(folder: Path, model: Any, keep_ties: bool) -> None:
-    config = copy.deepcopy(model.config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    config.architectures = [type(model).__name__]
-    if not keep_ties:
-        for part in (config, config.get_text_config(decoder=True)):
-            part.tie_word_embeddings = False
-    if model.is_remote_code():
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, folder, config=config)
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
-def _warn_of_experts(plan: Plan, config: QuantizationConfig) -> None:
-    """Warn of experts in full precision that transformers would not load.
-
-    It expects all experts of a compressed checkpoint to be quantized, and accepts experts without
-    scales only in FP8 checkpoints.
-    """
-    experts = list(plan.experts_left)
-    formats = {scheme.format for scheme in config.config_groups.values()}
-    if experts and formats - {CompressionFormat.float_quantized.value}:
-        warnings.warn(
-            f"{experts[0]} and {len(experts) - 1} more stay in full precision: "
-            f"{plan.experts_left[experts[0]]}. transformers expects quantized experts in such a "
-            "checkpoint and would start with random ones",
-            stacklevel=3,
-        )
 
 
 def size_of_model(model: nn.Module) -> int:

@@ -60,7 +60,9 @@ def _reported(
                 if _speaks():
                     tell("interrupted")
                 raise typer.Exit(130) from None
-            except (typer.Exit, typer.Abort, typer.BadParameter):
+            except (typer.Exit, typer.Abort, typer.BadParameter) as ending:
+                if not _speaks():
+                    raise typer.Exit(getattr(ending, "exit_code", 1)) from None
                 raise
             except EndedError as ended:
                 _fail(ended.error, debug)

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from inlay.graph.editing import copy
 from inlay.graph.meta import made_by, stamp
-from inlay.torch_private import fake_mode_of
+from inlay.torch_private import example_of, fake_mode_of
 
 __all__ = [
     "SlotInput",
@@ -150,7 +150,7 @@ def tensor_of(gm: GraphModule, node: Any) -> torch.Tensor | None:
         if _TENSOR in node.meta:
             return node.meta[_TENSOR]()  # type: ignore[no-any-return]
         arg = node.meta.get("grapharg")
-        value = None if arg is None else arg.example
+        value = None if arg is None else example_of(arg)
         return value if isinstance(value, torch.Tensor) else None
     return None
 

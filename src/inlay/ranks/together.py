@@ -16,7 +16,7 @@ from typing import Any
 from inlay.errors import InlayError, RankError
 from inlay.ranks.identity import rank, size
 
-__all__ = ["Channel", "EndedError", "channel", "collective", "look_around", "together"]
+__all__ = ["Channel", "EndedError", "channel", "collective", "look_around", "meet", "together"]
 
 _BEAT = 0.5  # seconds between two signs of life
 _LOST = 30.0  # seconds without one after which a process counts as lost
@@ -268,6 +268,13 @@ def together() -> Iterator[None]:
         raise
     finally:
         own.is_inside = False
+
+
+def meet() -> None:
+    """Wait for all processes, in something that they do together."""
+    own = channel()
+    if own is not None and own.is_inside:
+        own.meet()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from inlay.data.sources import Batches
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.files import require_writable
 from inlay.ranks.identity import is_first
+from inlay.ranks.together import meet
 from inlay.recipe import Recipe
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import FILE_NAME
@@ -84,7 +85,7 @@ class Keeper:
         name = file_name(self._part)
         if set(kept.own) - {name}:
             self.save(run)
-        from_all_ranks(None)  # before any file goes, all have what they need
+        meet()  # before any file goes, all have what they need
         kept.remove(but=name)
 
     @property
@@ -138,7 +139,7 @@ class Keeper:
             of_all = {number: text for of_rank in of_ranks for number, text in of_rank.items()}
             self._save(run, of_all, FILE_NAME)
         if self._part.size > 1:
-            from_all_ranks(None)  # what stands for all is there before any other file goes
+            meet()  # what stands for all is there before any other file goes
             remove_files(self.folder, [file_name(self._part)])
 
     def _save(self, run: Run, fingerprints: dict[int, str], name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from inlay import report as report_page
 from inlay.calibration import Calibration
 from inlay.checkpoint.gate import require_servable
-from inlay.checkpoint.writing import save_checkpoint
+from inlay.checkpoint.writing import help_with_checkpoint, save_checkpoint
 from inlay.errors import ConfigurationError
 from inlay.evaluation.compare import compare
 from inlay.evaluation.summary import report_of
@@ -40,7 +40,7 @@ def save(
     """Write everything under a temporary name, and rename the folder when it is complete.
 
     Over ranks, every rank calls it. The first writes, and compares before and after; the others
-    wait for it.
+    help it to compress where that pays, and wait for it.
 
     :param calibration: a finalized calibration
     :param tokenizer: a tokenizer to write beside the checkpoint
@@ -57,6 +57,14 @@ def save(
     stages = stages or Stages()
     stages.forget(_WRITING, _COMPARING)  # an earlier save is not part of this one
     if not is_first():
+        help_with_checkpoint(
+            model,
+            statistics.plan,
+            recipe,
+            calibration.qparams,
+            accept=accept,
+            equalized=calibration.equalization.parameters,
+        )
         return Path(folder)
     with new_folder(folder, overwrite=overwrite) as partial:
         with stages(_WRITING):
