@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from inlay.calibration.weights import Weights
 from inlay.equalization.equalization import Equalization
-from inlay.graph import fake_value, inputs_of, observes, slot_inputs, tensor_of
+from inlay.graph import bind, fake_value, inputs_of, observes, slot_inputs, tensor_of
 from inlay.nodes.compare_layer import POWERS, BatchMask
 from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe
@@ -55,6 +55,19 @@ class Bindings:
         value = qparams[key]  # type: ignore[literal-required]
         assert isinstance(value, torch.Tensor)
         return value
+
+    def bound(self, gm: GraphModule) -> GraphModule:
+        """A finalized graph with its scales and weights as constants."""
+        plan, equalized = self.statistics.plan, self.weights.equalized
+        constants = {
+            what: (
+                equalized.named(what.slot)
+                if what.key == "equalized"
+                else self.quantized_value(plan.slot_named(what.slot), what.key)
+            )
+            for what in slot_inputs(gm.graph).values()
+        }
+        return bind(gm, constants)
 
 
 @dataclass(frozen=True)

@@ -13,26 +13,19 @@ from torch.fx import GraphModule
 
 from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
-from inlay.calibration.blocks import Blocks
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.explain import explain, padding_problem
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.rerun import Rerun
+from inlay.calibration.running import run_apart, run_for_statistics, running
 from inlay.calibration.tiers import Forecast, Tier
-from inlay.calibration.tracing import (
-    Enclosed,
-    by_name,
-    first_that_traces,
-    left_alone,
-    on_trial,
-    without_cache,
-)
+from inlay.calibration.tracing import by_name, without_cache
 from inlay.calibration.weights import Weights
 from inlay.collectives import from_all_ranks
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.graph import Pass, bind, slot_inputs
-from inlay.memory import collecting_garbage_later, keeping_freed_memory, return_freed_memory
+from inlay.graph import Pass
+from inlay.memory import return_freed_memory
 from inlay.observers import QParamsDict
 from inlay.passes import PREPARE
 from inlay.ranks.together import together
@@ -41,7 +34,6 @@ from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.finalize import finalize
 from inlay.statistics.on_disk import StoredStatistics, with_gathering_observers
-from inlay.torch_private import observing_dynamo
 
 __all__ = ["Calibration"]
 
@@ -156,21 +148,10 @@ class Calibration:
 
     def _run_graphs(self, *args: Any, **kwargs: Any) -> Any:
         if self._graphs_run is None:
-            self._graphs_run = self._compile_for_statistics()
+            self._graphs_run = run_for_statistics(self.model, self._observing, self._parts)
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
-        with self.running():
+        with running():
             return self._graphs_run(*args, **given)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """What graphs of the calibration run in, whoever calls them."""
-        with (
-            torch.no_grad(),
-            observing_dynamo(),
-            keeping_freed_memory(),
-            collecting_garbage_later(),
-        ):
-            yield
 
     @property
     def needs_second_run(self) -> bool:
@@ -236,18 +217,6 @@ class Calibration:
         """All graphs that were compiled so far."""
         return [*self._backend.graphs, *self._observing.graphs, *self._parts.graphs]
 
-    def _compile_for_statistics(self) -> Callable[..., Any]:
-        model = self.model
-        # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
-        whole = torch.compile(Enclosed(model), backend=self._observing, fullgraph=True)
-        parts = torch.compile(Enclosed(model), backend=self._parts)
-
-        apart = Blocks(model, self._observing).running(whole)
-        # Blocks run one after another, so whatever fails may fail late. If the model itself is at
-        # fault, tracing it as a whole says so.
-        tried = [on_trial(way, model, self._observing, Exception) for way in apart]
-        return first_that_traces([*tried, on_trial(whole, model, self._observing), parts])
-
     def run_in_stages(self, arrange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Let somebody else run the blocks of the model: for batches to be taken block by block.
 
@@ -257,23 +226,9 @@ class Calibration:
         :param arrange: takes the graph around the blocks, whose calls of blocks are nodes
         :raises ConfigurationError: if the model has no blocks
         """
-        model = self.model
-        whole = torch.compile(Enclosed(model), backend=self._observing, fullgraph=True)
-        apart = Blocks(model, self._observing).running(whole)
-        if not apart:
-            raise ConfigurationError(
-                f"{type(model).__name__} cannot be streamed, because it has no blocks: no two "
-                "modules of one class stand in a row; calibrate it in memory"
-            )
+        self._graphs_run = run_apart(self.model, self._observing)
         self._observing.arrange = arrange
         self._forecast.block_by_block = True
-        (run,) = apart
-
-        def leaving_the_model_alone(*args: Any, **kwargs: Any) -> Any:
-            with left_alone(model):
-                return run(*args, **kwargs)
-
-        self._graphs_run = leaving_the_model_alone
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -364,16 +319,7 @@ class Calibration:
         assert isinstance(gm, GraphModule)
         equalized = self.equalization.parameters
         quantizing = self._backend.pipelines.quantizing(self.statistics.qparams, equalized)
-        final = quantizing(gm).graph_module
-        constants = {
-            what: (
-                equalized.named(what.slot)
-                if what.key == "equalized"
-                else self._bindings.quantized_value(self.plan.slot_named(what.slot), what.key)
-            )
-            for what in slot_inputs(final.graph).values()
-        }
-        return bind(final, constants)
+        return self._bindings.bound(quantizing(gm).graph_module)
 
     @contextmanager
     def rerun(self) -> Iterator[Rerun]:

@@ -9,6 +9,7 @@ import torch
 
 from inlay.calibration.blocks import block_modules
 from inlay.calibration.rerun import Rerun
+from inlay.calibration.running import running
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.evaluation.compare import (
     LAYER_BATCHES,
@@ -134,7 +135,7 @@ class _Pair:
         stage = region.stage
         assert stage is not None
         for quantized, (started, activations) in self._sides.items():
-            with self._running(quantized), self._run.running():
+            with self._running(quantized), running():
                 values = started.run(stage, activations.of(0, stage))
             if stage + 1 < len(started.graph.stages):
                 activations.keep(0, stage + 1, values, started)

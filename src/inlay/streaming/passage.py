@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from inlay.calibration.compiled_graph import RehearsedError
+from inlay.calibration.running import running
 from inlay.calibration.tracing import KeepsError
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.data.batch import on_device_of, varying_sizes
@@ -49,7 +50,7 @@ class Passage:
             with (
                 self._run.rehearsing(),
                 self._stored.pretended({*before, *block, *following}),
-                self._run.running(),
+                running(),
                 contextlib.suppress(RehearsedError),
             ):
                 started.run(1, started.run(0, {}))
@@ -74,7 +75,7 @@ class Passage:
         for number, started in enumerate(self._started):
             begin = time.perf_counter()
             known = self._run.compilations
-            with self._run.running():
+            with running():
                 values = started.run(stage, activations.of(number, stage))
             self._run.count_run()
             if stage + 1 < len(started.graph.stages):
