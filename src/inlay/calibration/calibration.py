@@ -16,8 +16,7 @@ from inlay.calibration.bindings import Bindings
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.explain import explain, padding_problem
 from inlay.calibration.pipelines import Pipelines
-from inlay.calibration.rerun import Rerun
-from inlay.calibration.running import run_apart, run_for_statistics, running
+from inlay.calibration.running import Rerun, run_apart, run_for_statistics, running
 from inlay.calibration.tiers import Forecast, Tier
 from inlay.calibration.tracing import by_name, without_cache
 from inlay.calibration.weights import Weights

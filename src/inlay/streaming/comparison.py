@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from inlay.calibration.blocks import block_modules
-from inlay.calibration.rerun import Rerun
-from inlay.calibration.running import running
+from inlay.calibration.running import Rerun, running
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.evaluation.compare import (
     LAYER_BATCHES,
