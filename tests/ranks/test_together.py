@@ -95,11 +95,13 @@ def test_after_an_error_they_may_try_again(channels: list[Channel]) -> None:
 
 
 def test_one_that_gives_no_sign_of_life_is_lost(channels, monkeypatch) -> None:
-    monkeypatch.setattr(together, "_LOST", 1.2)
+    monkeypatch.setattr(together, "_LOST", 4.0)
     first = channels[0]
-    first.silence()
+    for channel in channels[:2]:  # one that was never heard of is waited for much longer
+        while len(channel._heard) < 2:
+            channel.silence()
+            time.sleep(0.01)
     channels[2].close()
-    time.sleep(0.2)
     found = in_turn(channels[:2], meeting, meeting)
     assert all(isinstance(error, RankError) and error.rank == 2 for error in found)
     lost = first.find_lost(seconds=3, silence=0.8)
