@@ -75,7 +75,7 @@ def torchrun(place: Path, processes: int, *arguments: str) -> subprocess.Complet
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 
