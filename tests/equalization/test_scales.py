@@ -143,4 +143,20 @@ def test_auto_spares_the_weights_where_what_they_read_is_large(
         readers = [reader(weight(columns))]
         return scales(group, -high, high, readers, "auto", means=high * part).strength
 
-    assert chosen(0.0) >= chosen(0.1) >= chosen(1.0)
+    assert chosen(1e-6) >= chosen(0.1) >= chosen(1.0)
+
+
+@given(high=sizes, columns=sizes, part=st.floats(0.01, 0.9))
+def test_auto_divides_channels_by_less_that_seldom_reach_so_far(
+    high: torch.Tensor, columns: torch.Tensor, part: float
+) -> None:
+    group = Group(readers=("a",), producers=(), shape=(CHANNELS,))
+    high[1], columns[1] = high[0], columns[0]
+    means = high / 3
+    means[1] *= part
+    found = scales(group, -high, high, [reader(weight(columns))], "auto", means=means)
+    expected = part ** (0.25 * found.strength)
+    assert float(found.values[1] / found.values[0]) == pytest.approx(expected)
+    # A number asks for the formula, which knows the largest values alone.
+    again = scales(group, -high, high, [reader(weight(columns))], 0.7, means=means).values
+    assert again[0] == again[1]

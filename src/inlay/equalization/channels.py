@@ -98,8 +98,9 @@ def layout_of_source(node: Node, layout: Layout) -> tuple[Node, Layout, list[Axi
 def lone_part(node: Node, layout: Layout) -> tuple[Node, Layout] | None:
     """Return what an op reads one position of, and the layout there if only that one is scaled.
 
-    So do heads of queries that share one head of values: the values of Falcon are one of several
-    rows of heads. None for all other ops.
+    Falcon's values are such a position, beside queries and keys.
+
+    :return: None if the op reads more than one position, or channels lie along them
     """
     part = part_of(node)
     if part is None or part.stop - part.start != 1:

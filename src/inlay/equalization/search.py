@@ -173,9 +173,13 @@ class Search:
             raise Refusal(f"{name} does not commute with a scale per channel")
 
     def _divide_view(self, node: Node, layout: Layout) -> bool:
-        """Divide what an op shows; False if it is no view."""
+        """Divide what an op shows; False if it is no view.
 
-        def whole() -> bool:
+        If it shows one position of a dimension, all of them are divided or, where that cannot be,
+        that one alone.
+        """
+
+        def all_positions() -> bool:
             view = layout_of_source(node, layout)
             if view is not None:
                 source, inner, repeated = view
@@ -184,12 +188,13 @@ class Search:
             return view is not None
 
         def one_position() -> bool:
-            assert part is not None
-            self._follow(part[0], node, part[1])
-            return True
+            if part is not None:
+                self._follow(part[0], node, part[1])
+            return part is not None
 
         part = lone_part(node, layout)
-        return whole() if part is None else self._first_that_works([whole, one_position])
+        ways = [all_positions] if part is None else [all_positions, one_position]
+        return self._first_that_works(ways)
 
     def _first_that_works(self, ways: Iterable[Callable[[], _T]]) -> _T:
         """Try ways to have something divided, one after another."""
