@@ -42,6 +42,7 @@ __all__ = [
     "module_behind",
     "new_graph_like",
     "observing_dynamo",
+    "onednn_linear",
     "set_autocast",
     "set_grad_enabled",
     "share_memory",
@@ -90,6 +91,17 @@ def is_grouped_product(target: Any) -> bool:
     owners = ((F, "grouped_mm"), (torch, "_grouped_mm"), (torch.ops.aten, "_grouped_mm"))
     known = (getattr(owner, name, None) for owner, name in owners)
     return any(op is each for each in known) or str(op) == "transformers.grouped_mm_fallback"
+
+
+def onednn_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`F.linear` by oneDNN, for float32 on a CPU.
+
+    torch 1.13; Inductor puts this op into its code. `F.linear` does the same, and calls MKL.
+    """
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return result
 
 
 def fake_mode_of(*values: Any) -> FakeTensorMode | None:
