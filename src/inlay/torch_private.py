@@ -33,6 +33,7 @@ __all__ = [
     "example_of",
     "fake_mode_of",
     "graph_break_errors",
+    "has_hooks",
     "inductor_settings",
     "is_grouped_product",
     "is_proxied",
@@ -292,6 +293,19 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported
 
     return Unsupported, UncapturedHigherOrderOpError
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs anything besides its `forward`.
+
+    torch 2.0; hooks can be registered in public, but not listed.
+    """
+    from torch.nn.modules.module import _has_any_global_hook
+
+    own = (module._forward_pre_hooks, module._forward_hooks)
+    backward = (module._backward_pre_hooks, module._backward_hooks)
+    has_any: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+    return has_any or any(own) or any(backward)
 
 
 def lost_guards(mode: FakeTensorMode | None) -> int:
