@@ -44,6 +44,7 @@ _OF_DIFFERENCES = 2.0**-21
 # for how many their positions can be summed up.
 _BINS = 2**16
 _MANY, _MOST = 2**16, 2**20
+_CANDIDATES = 64  # for which tables are kept, of 1.5 MB each
 # How far a scale may be from the one that is tabulated, as a share of it.
 _OF_SCALES = 1.8e-7
 # How far a value may seem to lie from where it does: as a share of its bin, because positions are
@@ -132,9 +133,9 @@ class Estimate:
         return float(of_powers) + _OF_SUMS
 
 
-def can_be_binned(observed: torch.Tensor, norm: float) -> bool:
+def can_be_binned(observed: torch.Tensor, norm: float, candidates: int) -> bool:
     """Whether the values are many enough for bins, and their errors smooth inside of one."""
-    return norm >= 2 and _MANY <= observed.numel() < _MOST
+    return norm >= 2 and _MANY <= observed.numel() < _MOST and candidates <= _CANDIDATES
 
 
 class BinnedEstimate:
@@ -176,7 +177,7 @@ class BinnedEstimate:
         count, offset = _count(observed, unit)
         inside, clipped = _parted(ends[0] / unit, ends[1] / unit, shares, limits)
         errors, off = steps.cost(count, offset, inside)
-        beyond = torch.cat([torch.arange(*ends, device=count.device) for ends in clipped])
+        beyond = torch.cat([torch.arange(*part, device=count.device) for part in clipped])
         beyond = beyond[count[beyond] > 0]
         if len(beyond):
             ends_of_steps = torch.tensor(limits, dtype=torch.float64, device=count.device)
@@ -251,17 +252,12 @@ class _Table(NamedTuple):
         return error, self.off[:, bins] @ count[bins]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _table_of(shares: tuple[float, ...], norm: float, device: torch.device) -> _Table:
     """Tabulate what values in all bins cost that nobody clips."""
     above = _tabulate(torch.arange(_BINS // 2 + 1, _BINS + 2, device=device), shares, norm)
-    signs = _Table(error=1, slope=-1, off=1)  # type: ignore[arg-type]
-    return _Table(
-        *(
-            torch.cat([half.flip(-1) * sign, half], dim=-1)
-            for half, sign in zip(above, signs, strict=True)
-        )
-    )
+    below = _Table(above.error.flip(-1), -above.slope.flip(-1), above.off.flip(-1))
+    return _Table(*(torch.cat(halves, dim=-1) for halves in zip(below, above, strict=True)))
 
 
 def _tabulate(

@@ -184,7 +184,7 @@ class RangeSearch:
         qparams = qparams_of_range(low * factors, high * factors, self.args)
         scales, zero_points = (each.flatten().tolist() for each in qparams)
         ends = float(low) / self.expand, float(high) / self.expand
-        if can_be_binned(observed, self.norm):
+        if can_be_binned(observed, self.norm, len(self.shrinks)):
             given = scales, zero_points
             return BinnedEstimate(observed, ends, given, self.shrinks, self.args, self.norm)
         largest = max(abs(end) for end in ends)
