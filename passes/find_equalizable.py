@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from inlay.equalization.channels import LayoutError
 from inlay.equalization.ops import Refusal, quantizes_linear, weight_source
-from inlay.equalization.search import Search, uses_of_parameters
+from inlay.equalization.search import Search
+from inlay.equalization.uses import uses_of_parameters
 from inlay.graph import (
     Equalizable,
     Pass,
@@ -59,7 +59,7 @@ class FindEqualizable(Pass):
             search = Search(gm)
             try:
                 search.run(node)
-            except (Refusal, LayoutError) as reason:
+            except Refusal as reason:
                 refused.append((weight_source(gm, node), str(reason)))
                 continue
             groups.append(search)

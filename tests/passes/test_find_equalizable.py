@@ -286,6 +286,9 @@ def test_readers_share_a_group_also_behind_a_view() -> None:
         (lambda s, x: s.short(s.a(x)[..., ::2]), "a part of its channels is read"),
         (lambda s, x: s.fc(F.layer_norm(x, (4,))), "no weight for each channel"),
         ((lambda s, x: (lambda h: s.fc(h / h))(s.a(x))), "div also reads it by another way"),
+        (lambda s, x: s.fc(s.a(x).to(torch.int32).to(x.dtype)), "to rounds it"),
+        (lambda s, x: s.fc(torch.div(s.a(x), 2, rounding_mode="floor")), "div rounds it"),
+        (lambda s, x: (lambda h: s.fc(h[:, -1]) + h[:, 0])(s.a(x)), "add reads it too"),
     ],
 )
 def test_reasons(forward: Any, reason: str) -> None:

@@ -59,19 +59,17 @@ class CollectedGroups:
     @property
     def groups(self) -> list[Group]:
         """The groups that can be equalized."""
-        return [group for group in self._groups if group not in self._disagreeing()]
+        disagreeing = self._disagreeing()
+        return [group for group in self._groups if group not in disagreeing]
 
     @property
     def refused(self) -> dict[str, str]:
         """Why inputs of modules cannot be equalized, by module."""
-        at_odds = {
-            reader: reason
-            for group, reason in self._disagreeing().items()
-            for reader in group.readers
-        }
+        found = dict(self._refused)
+        for group, reason in self._disagreeing().items():
+            found.update(dict.fromkeys(group.readers, reason))
         equalized = {reader for group in self.groups for reader in group.readers}
-        both = {**self._refused, **at_odds}
-        return {reader: reason for reader, reason in both.items() if reader not in equalized}
+        return {reader: reason for reader, reason in found.items() if reader not in equalized}
 
     def _named(self, found: FoundGroup, lookup: Lookup) -> Group | None:
         readers, producers = [], []

@@ -12,7 +12,7 @@ from inlay.collectives import each_by_one_rank, from_all_ranks
 from inlay.equalization.collected import CollectedGroups
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
-from inlay.equalization.scales import Reader, Scales, scales_of
+from inlay.equalization.scales import Channels, Reader, Scales, scales_of
 from inlay.equalization.weight_only import activation_aware_scales_of
 from inlay.errors import StatisticsError
 from inlay.graph import Equalizable, Lookup
@@ -155,18 +155,17 @@ class Equalization:
         rescaled: dict[str, Statistics] = {}
         done = []
         for group, scales in self._scales.items():
-            ranges = _ranges(group, statistics)
-            if ranges is None:
+            channels = _channels(group, statistics)
+            if channels is None:
                 continue  # a rank that has seen nothing, while it goes through the data again
-            low, high = ranges
-            rescaled.update(self._rescaled(group, statistics, low, high, scales.values))
-            sizes = torch.maximum(low.abs(), high.abs())
+            after = channels.divided(scales.values)
+            rescaled.update(self._rescaled(group, statistics, after, scales.values))
             done.append(
                 EqualizedGroup(
                     group=group,
                     strength=scales.strength,
-                    before=_unevenness(sizes),
-                    after=_unevenness(sizes / scales.values.to(sizes)),
+                    before=_unevenness(channels.sizes),
+                    after=_unevenness(after.sizes),
                 )
             )
         statistics.rescaled = rescaled
@@ -185,19 +184,18 @@ class Equalization:
         strength = self.plan.recipe.equalize
         assert strength is not None
         self._agree_over_ranks(weight_of)
-        ranges = {
-            group: found
+        seen = {
+            group: channels
             for group in self.collected.groups
-            if (found := _ranges(group, statistics)) is not None
+            if (channels := _channels(group, statistics)) is not None
         }
-        named = {str(place): group for place, group in enumerate(ranges)}
+        named = {str(place): group for place, group in enumerate(seen)}
 
         def scales(names: Iterable[str]) -> Iterator[tuple[str, tuple[float, torch.Tensor]]]:
             for name in names:
                 group = named[name]
                 readers = [self._reader(reader, weight_of(reader)) for reader in group.readers]
-                means = _means(group, statistics)
-                found = _scales(group, ranges[group], means, readers, strength)
+                found = _scales(group, seen[group], readers, strength)
                 yield name, (found.strength, found.values)
 
         chosen = each_by_one_rank(
@@ -206,7 +204,7 @@ class Equalization:
                 for name, group in named.items()
             },
             scales,
-            device_of=lambda name: ranges[named[name]][0].device,
+            device_of=lambda name: seen[named[name]].low.device,
         )
         self._scales = {
             named[name]: Scales(values=values, strength=strength)
@@ -241,14 +239,13 @@ class Equalization:
         self,
         group: Group,
         statistics: StatisticsBySlot,
-        low: torch.Tensor,
-        high: torch.Tensor,
+        channels: Channels,
         scales: torch.Tensor,
     ) -> dict[str, Statistics]:
         """What the slots of a group's readers would have seen of the scaled value."""
         found: dict[str, Statistics] = {}
         # The range of a value with these two rows is that of all rows.
-        extremes = torch.stack([low, high]) / scales.to(low)
+        extremes = torch.stack([channels.low, channels.high])
         for reader in group.readers:
             slots = self.plan.of_module(reader)
             read = slots.get("input")
@@ -264,44 +261,34 @@ class Equalization:
         return found
 
 
-def _ranges(group: Group, statistics: StatisticsBySlot) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The smallest and largest value of each channel that any reader saw; None without data."""
-    known = _of_channels(group, statistics)
+def _channels(group: Group, statistics: StatisticsBySlot) -> Channels | None:
+    """What any reader saw of the channels; None without data."""
+    slots = (statistics.plan.of_module(name) for name in group.readers)
+    seen = [statistics.of(channels_of(each)) for each in slots]
+    known = [each for each in seen if each is not None and not each.is_empty]
     if len(known) < len(group.readers):
         return None
-    low = torch.stack([each.tensors["min_vals"] for each in known]).amin(0)
-    high = torch.stack([each.tensors["max_vals"] for each in known]).amax(0)
-    return (low, high) if bool(low.isfinite().all() & high.isfinite().all()) else None
-
-
-def _scales(
-    group: Group,
-    ranges: tuple[torch.Tensor, torch.Tensor],
-    means: torch.Tensor,
-    readers: Sequence[Reader],
-    strength: Strength,
-) -> Scales:
-    if all(reader.input_steps is None for reader in readers):
-        return activation_aware_scales_of(group, means, readers, strength)
-    return scales_of(group, *ranges, readers, strength, means=means)
-
-
-def _means(group: Group, statistics: StatisticsBySlot) -> torch.Tensor:
-    """How large the values of each channel are on average."""
-    known = _of_channels(group, statistics)
     if any("magnitudes" not in each.tensors for each in known):
         raise StatisticsError(
             f"the stored statistics of {group.name} do not say how large channels are on average; "
             "calibrate again with data"
         )
-    means = (each.tensors["magnitudes"] / each.tokens.clamp(min=1) for each in known)
-    return torch.stack(list(means)).amax(0)
+    channels = Channels(
+        low=torch.stack([each.tensors["min_vals"] for each in known]).amin(0),
+        high=torch.stack([each.tensors["max_vals"] for each in known]).amax(0),
+        means=torch.stack(
+            [each.tensors["magnitudes"] / each.tokens.clamp(min=1) for each in known]
+        ).amax(0),
+    )
+    return channels if bool(channels.sizes.isfinite().all()) else None
 
 
-def _of_channels(group: Group, statistics: StatisticsBySlot) -> list[Statistics]:
-    slots = (statistics.plan.of_module(name) for name in group.readers)
-    seen = (statistics.of(channels_of(each)) for each in slots)
-    return [each for each in seen if each is not None and not each.is_empty]
+def _scales(
+    group: Group, channels: Channels, readers: Sequence[Reader], strength: Strength
+) -> Scales:
+    if all(reader.input_steps is None for reader in readers):
+        return activation_aware_scales_of(group, channels.means, readers, strength)
+    return scales_of(group, channels, readers, strength)
 
 
 def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> Statistics:
