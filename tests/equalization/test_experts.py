@@ -109,6 +109,14 @@ def test_scales_are_those_of_the_rows_and_the_weight_of_each_expert(family: str)
         torch.testing.assert_close(found[name], reached**0.6 / columns**0.4)
         scale = calibration.qparams[f"{name}.input"]["scale"]
         torch.testing.assert_close(float(scale), float((own / found[name]).abs().max()) / 448)
+        weights = {
+            projection: calibration.plan.experts[f"{EXPERTS}.{number}.{projection}_proj"].weight
+            for projection in ("gate", "up", "down")
+        }
+        scaled = {k: calibration.equalization.parameters.of(w) for k, w in weights.items()}
+        assert torch.equal(scaled["gate"], weights["gate"])
+        torch.testing.assert_close(scaled["up"], weights["up"] / found[name].unsqueeze(1))
+        torch.testing.assert_close(scaled["down"], weights["down"] * found[name])
 
 
 def test_an_expert_without_tokens_stays_as_it_is() -> None:
