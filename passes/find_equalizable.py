@@ -18,6 +18,7 @@ from inlay.graph import (
     mark_equalizable,
     require_whole,
     slots_of,
+    weight_use,
 )
 from inlay.recipe import Plan, channels_of
 
@@ -58,6 +59,7 @@ class FindEqualizable(Pass):
                 continue
             search = Search(gm)
             try:
+                self._require_own_ranges(gm, node)
                 search.run(node)
             except Refusal as reason:
                 refused.append((weight_source(gm, node), str(reason)))
@@ -76,3 +78,11 @@ class FindEqualizable(Pass):
             channels = channels_of(slots)
             modified |= annotate(node, {**slots, channels.base_name: channels})
         return PassResult(gm, modified)
+
+    def _require_own_ranges(self, gm: GraphModule, node: Node) -> None:
+        use = weight_use(gm, node)
+        if use is not None and use.kind == "experts" and self.plan.experts_share_ranges:
+            raise Refusal(
+                f'experts="{self.plan.recipe.experts}" gives experts the range of their layer, and '
+                "equalization gives each channels of its own size"
+            )

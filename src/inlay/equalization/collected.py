@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from inlay.equalization.group import Group, Producer
+from inlay.equalization.group import Group, Producer, expert_named
 from inlay.graph import Equalizable, FoundGroup, Lookup
 
 __all__ = ["CollectedGroups"]
@@ -48,8 +48,9 @@ class CollectedGroups:
         for group in groups:
             self._groups[group] = None
             for reader in group.readers:
-                self.weight_of[reader] = weight_of(reader)
-                self._uses.setdefault((weight_of(reader), "columns"), set()).add(group)
+                name = reader if group.experts else weight_of(reader)
+                self._read_by(reader, name, group.experts)
+                self._uses.setdefault((name, "columns"), set()).add(group)
 
     def agree_on(self, groups: Iterable[Group], weight_of: Callable[[str], str]) -> None:
         """Keep these groups and no others, in this order: it decides how scales are rounded."""
@@ -79,7 +80,7 @@ class CollectedGroups:
             if reader is None or name is None:
                 return None
             readers.append(reader)
-            self.weight_of[reader] = name
+            self._read_by(reader, name, found.experts)
         for producer in found.producers:
             name = self._parameter(lookup(producer.source))
             if name is None:
@@ -99,7 +100,13 @@ class CollectedGroups:
             producers=tuple(dict.fromkeys(producers)),
             shape=found.shape,
             tied=found.tied,
+            experts=found.experts,
         )
+
+    def _read_by(self, reader: str, weight: str, experts: int) -> None:
+        """Take down the weight of a reader, or that of many experts for each of them."""
+        names = [expert_named(reader, number) for number in range(experts)] or [reader]
+        self.weight_of.update(dict.fromkeys(names, weight))
 
     def _disagreeing(self) -> dict[Group, str]:
         """Groups with a parameter that something else uses otherwise, each with the reason."""

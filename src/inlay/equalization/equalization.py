@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -56,9 +57,10 @@ class Equalization:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
-        self.parameters = EqualizedParameters(model)
+        self.parameters = EqualizedParameters(model, plan)
         self.collected = CollectedGroups(
-            self.parameters.name_of, lambda weight: plan.owner(weight, "linear")
+            self.parameters.name_of,
+            lambda weight: plan.owner(weight, "linear") or plan.owner(weight, "experts"),
         )
         self.done: tuple[EqualizedGroup, ...] = ()
         self._scales: dict[Group, Scales] = {}
@@ -71,7 +73,7 @@ class Equalization:
         :raises StatisticsError: if parameters are scaled already that this graph does not let scale
         """
         self.collected.add(found, lookup)
-        lost = self._scales.keys() - set(self.collected.groups) if self.is_settled else ()
+        lost = self._scales.keys() - set(self._groups) if self.is_settled else ()
         if lost:
             names = ", ".join(sorted(group.name for group in lost))
             raise StatisticsError(
@@ -104,11 +106,16 @@ class Equalization:
                 group: Scales(
                     values=stored.scales[group.name], strength=stored.strengths[group.name]
                 )
-                for group in self.collected.groups
+                for group in self._groups
                 if group.name in stored.scales
             }
             self._scale_parameters()
             self.is_settled = True
+
+    @property
+    def _groups(self) -> list[Group]:
+        """The groups that have scales: one for each expert, where experts read a value."""
+        return [each for group in self.collected.groups for each in group.each()]
 
     def _name_of(self, weight: torch.Tensor) -> str:
         name = self.parameters.name_of(weight)
@@ -152,24 +159,31 @@ class Equalization:
             return
         if not self.is_settled:
             self._choose(statistics, weight_of)
-        rescaled: dict[str, Statistics] = {}
+        statistics.rescaled = {}
         done = []
-        for group, scales in self._scales.items():
-            channels = _channels(group, statistics)
-            if channels is None:
-                continue  # a rank that has seen nothing, while it goes through the data again
-            after = channels.divided(scales.values)
-            rescaled.update(self._rescaled(group, statistics, after, scales.values))
-            done.append(
-                EqualizedGroup(
-                    group=group,
-                    strength=scales.strength,
-                    before=_unevenness(channels.sizes),
-                    after=_unevenness(after.sizes),
-                )
-            )
-        statistics.rescaled = rescaled
+        for group in self.collected.groups:
+            found = [
+                own
+                for each in group.each()
+                if each in self._scales and (own := self._equalized(each, statistics)) is not None
+            ]
+            if found:  # or a rank has seen nothing, while it goes through the data again
+                done.append(_together(group, found))
         self.done = tuple(done)
+
+    def _equalized(self, group: Group, statistics: StatisticsBySlot) -> EqualizedGroup | None:
+        """Say what the slots of a group would have seen; None without data."""
+        channels, scales = _channels(group, statistics), self._scales[group]
+        if channels is None:
+            return None
+        after = channels.divided(scales.values)
+        statistics.rescaled.update(self._rescaled(group, statistics, after, scales.values))
+        return EqualizedGroup(
+            group=group,
+            strength=scales.strength,
+            before=_unevenness(channels.sizes),
+            after=_unevenness(after.sizes),
+        )
 
     def settle(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
         """Choose scales for good, so that the equalized inputs can be observed."""
@@ -186,7 +200,7 @@ class Equalization:
         self._agree_over_ranks(weight_of)
         seen = {
             group: channels
-            for group in self.collected.groups
+            for group in self._groups
             if (channels := _channels(group, statistics)) is not None
         }
         named = {str(place): group for place, group in enumerate(seen)}
@@ -313,6 +327,16 @@ def _require_same_strength(stored: StoredStatistics, plan: Plan) -> None:
 
 def _steps(args: QuantizationArgs) -> int:
     return int(2**args.num_bits - 1)
+
+
+def _together(group: Group, found: Sequence[EqualizedGroup]) -> EqualizedGroup:
+    """What equalization did to a group; of experts, to the worst of them."""
+    return EqualizedGroup(
+        group=group,
+        strength=median_low(each.strength for each in found),
+        before=max(each.before for each in found),
+        after=max(each.after for each in found),
+    )
 
 
 def _unevenness(sizes: torch.Tensor) -> float:

@@ -20,8 +20,11 @@ from inlay.equalization.channels import (
 from inlay.equalization.ops import (
     ATTENTION,
     COMMUTING,
+    LINEAR_KINDS,
     Refusal,
     bias_node,
+    commutes,
+    experts_of,
     is_about_shapes,
     is_tensor,
     norm_of,
@@ -100,6 +103,9 @@ class Search:
         self._channels = Axis(size)
         self._divide(use.value, (*[()] * (value.dim() - 1), (self._channels,)))
         self._check_readers()
+        self._experts = experts_of(self.gm, self.readers, self.makers)
+        if self._experts and len(self._trail.producers) > len(self.makers):
+            raise Refusal("a parameter that all experts share cannot have a scale for each")
 
     def found(self) -> FoundGroup:
         leaves = self._channels.leaves()
@@ -119,6 +125,7 @@ class Search:
             ),
             shape=tuple(leaf.size for leaf in leaves),
             tied=tuple(sorted({place[leaf] for leaf in leaves_of(self._trail.tied)})),
+            experts=self._experts,
         )
 
     def scales(self, node: Node) -> bool:
@@ -145,7 +152,7 @@ class Search:
         if "output" in slots_of(node):
             raise Refusal("what it is computed from is quantized as an output")
         use = weight_use(self.gm, node)
-        if use is not None and use.kind == "linear":
+        if use is not None and use.kind in LINEAR_KINDS:
             self._take_up_in_rows(node, layout)
         elif norm_of(self.gm, node):
             self._take_up_in_norm(node, layout)
@@ -158,7 +165,7 @@ class Search:
         name = op_name(node)
         if self._divide_view(node, layout):
             return
-        if name in COMMUTING:
+        if commutes(node):
             self._follow(node.args[0], node, layout)
         elif name in ("mul", "multiply"):
             self._divide_one(node, layout)
