@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization.lifecycle import fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from inlay.nodes.observe import Observe
 from inlay.nodes.quantize import QuantizeDequantize
@@ -135,7 +133,7 @@ def _(
 
 @dataclass(frozen=True, eq=False)
 class QuantizeExperts(QuantizeDequantize):
-    """The callable of a quantize-dequantize node with qparams for each expert.
+    """The callable of a quantize-dequantize node on rows that are divided among experts.
 
     It takes the value, the qparams of all experts along a first dimension, and where the rows of
     each expert end.
@@ -151,18 +149,10 @@ class QuantizeExperts(QuantizeDequantize):
     def __call__(  # type: ignore[override]
         self, value: torch.Tensor, *qparams: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
+        if not qparams:
+            # A row is a token, which compressed-tensors looks for in a second dimension: without
+            # one it would give all rows of all experts one scale.
+            return self.quantized(value.unsqueeze(0), {}).squeeze(0)
         number = Parts(ends).numbers(len(value)).clamp(max=len(ends) - 1)
-        given = {name: all_[number] for name, all_ in zip(self.names, qparams, strict=True)}
-        global_scale = given.get("global_scale")
-        if "scale" in given:
-            scale, zero_point = given["scale"], given.get("zero_point")
-        else:
-            scale, zero_point = compute_dynamic_scales_and_zp(
-                value=value, args=self.args, module=None, global_scale=global_scale
-            )
-        if global_scale is not None:
-            global_scale = global_scale.unsqueeze(-1)  # beside groups, of which rows have several
-        result: torch.Tensor = fake_quantize(
-            value, scale, zero_point, self.args, global_scale=global_scale
-        )
-        return result
+        rows = (of_experts[number] for of_experts in qparams)
+        return self.quantized(value, dict(zip(self.names, rows, strict=True)))
