@@ -15,6 +15,7 @@ from inlay.graph import observes
 from inlay.passes import (
     Annotate,
     CompareLayers,
+    FindEqualizable,
     FoldQParams,
     InlineCalls,
     InsertObservers,
@@ -26,6 +27,7 @@ from inlay.passes import (
     PruneUnobserved,
     RemoveObservers,
     ShareObservers,
+    UseEqualized,
 )
 from inlay.recipe import Plan
 from inlay.testing import Check, PassSubject, checks_of, parametrize_with_checks
@@ -45,6 +47,7 @@ INPUTS = Recipe(
         }
     )
 )
+EQUALIZED = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"}, equalize=0.5)
 MINMAX = OutlineObservers(observers=frozenset({"static_minmax"}))
 laws = examples(15)
 
@@ -110,6 +113,8 @@ ON_GENERATED = [
     PassSubject(FoldQParams, after=SHARED),
     PassSubject(RemoveObservers(), after=SHARED),
     PassSubject(CompareLayers, after=(InlineCalls, Annotate)),
+    PassSubject(FindEqualizable, after=(InlineCalls, Annotate), recipe=EQUALIZED),
+    PassSubject(UseEqualized, after=SHARED),
 ]
 
 
