@@ -27,6 +27,7 @@ from inlay.passes import (
     PruneUnobserved,
     RemoveObservers,
     ShareObservers,
+    SpeedUpProducts,
     UseEqualized,
 )
 from inlay.recipe import Plan
@@ -115,6 +116,7 @@ ON_GENERATED = [
     PassSubject(CompareLayers, after=(InlineCalls, Annotate)),
     PassSubject(FindEqualizable, after=(InlineCalls, Annotate), recipe=EQUALIZED),
     PassSubject(UseEqualized, after=SHARED),
+    PassSubject(SpeedUpProducts(smallest=1), after=SHARED, tolerance=1e-5),
 ]
 
 
@@ -138,6 +140,7 @@ def documented() -> list[PassSubject]:
         ),
         PassSubject(RemoveObservers(), example=shown(ONE, STATIC, Annotate, InsertObservers)),
         PassSubject(CompareLayers(qparams=QPARAMS), example=shown(ONE, STATIC, Annotate)),
+        PassSubject(SpeedUpProducts(smallest=1), example=shown(ONE, STATIC)),
     ]
 
 
