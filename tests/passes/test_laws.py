@@ -116,7 +116,8 @@ ON_GENERATED = [
     PassSubject(CompareLayers, after=(InlineCalls, Annotate)),
     PassSubject(FindEqualizable, after=(InlineCalls, Annotate), recipe=EQUALIZED),
     PassSubject(UseEqualized, after=SHARED),
-    PassSubject(SpeedUpProducts(smallest=1), after=SHARED, tolerance=1e-5),
+    # It rounds otherwise, which moves what is quantized: it runs on graphs that observe alone.
+    PassSubject(SpeedUpProducts(smallest=1), after=(*SHARED, LeaveOutPadding), tolerance=1e-5),
 ]
 
 
