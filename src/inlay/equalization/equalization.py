@@ -100,15 +100,25 @@ class Equalization:
             lambda reader: self._name_of(model.get_parameter(f"{reader}.weight")),
         )
         if stored.is_second_run and self.plan.needs_second_run:
-            self._scales = {
-                group: Scales(
-                    values=stored.scales[group.name], strength=stored.strengths[group.name]
-                )
-                for group in self.collected.groups
-                if group.name in stored.scales
-            }
+            self._scales = _stored_scales(stored, self.collected.groups)
             self._scale_parameters()
             self.is_settled = True
+
+    def decided(self, part: Plan) -> dict[str, Any]:
+        """Return the groups and scales of a part of the plan, as `StoredStatistics` has them."""
+        groups = [group for group in self._scales if _is_of(part, group)]
+        return {
+            "groups": tuple(group.to_plain() for group in groups),
+            "scales": {group.name: self._scales[group].values for group in groups},
+            "strengths": {group.name: self._scales[group].strength for group in groups},
+        }
+
+    def take_up(self, stored: StoredStatistics, weight_of: WeightOf) -> None:
+        """Take up the scales that an interrupted run has decided for a part of the plan."""
+        groups = list(map(Group.from_plain, stored.groups))
+        self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
+        self._scales.update(_stored_scales(stored, groups))
+        self._scale_parameters()
 
     def _name_of(self, weight: torch.Tensor) -> str:
         name = self.parameters.name_of(weight)
@@ -143,21 +153,27 @@ class Equalization:
         """Why the inputs of modules are not equalized, by module."""
         return self.collected.refused
 
-    def apply(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+    def apply(
+        self, statistics: StatisticsBySlot, weight_of: WeightOf, part: Plan | None = None
+    ) -> None:
         """Choose scales, have parameters scaled, and say what the slots would have seen.
 
         :param weight_of: gives the weight of a module as the model has it
+        :param part: a part of the plan, to choose the scales of its groups alone; those that were
+            chosen before stay
         """
         if self.plan.recipe.equalize is None:
             return
         if not self.is_settled:
-            self._choose(statistics, weight_of)
+            self._choose(statistics, weight_of, part)
+        statistics.rescaled = {}  # what slots saw is scaled once, from what they gathered
         rescaled: dict[str, Statistics] = {}
         done = []
-        for group, scales in self._scales.items():
+        for group in self.collected.groups:
             ranges = _ranges(group, statistics)
-            if ranges is None:
+            if ranges is None or group not in self._scales:
                 continue  # a rank that has seen nothing, while it goes through the data again
+            scales = self._scales[group]
             low, high = ranges
             rescaled.update(self._rescaled(group, statistics, low, high, scales.values))
             sizes = torch.maximum(low.abs(), high.abs())
@@ -177,17 +193,18 @@ class Equalization:
         self._choose(statistics, weight_of)
         self.is_settled = True
 
-    def _choose(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+    def _choose(
+        self, statistics: StatisticsBySlot, weight_of: WeightOf, part: Plan | None = None
+    ) -> None:
         """Choose strength and scales of each group, on one rank for all.
 
         So ranks agree to the last bit, whatever they compute with.
         """
         strength = self.plan.recipe.equalize
         assert strength is not None
-        self._agree_over_ranks(weight_of)
         ranges = {
             group: found
-            for group in self.collected.groups
+            for group in self._agree_over_ranks(weight_of, part)
             if (found := _ranges(group, statistics)) is not None
         }
         named = {str(place): group for place, group in enumerate(ranges)}
@@ -208,25 +225,34 @@ class Equalization:
             scales,
             device_of=lambda name: ranges[named[name]][0].device,
         )
-        self._scales = {
-            named[name]: Scales(values=values, strength=strength)
-            for name, (strength, values) in chosen.items()
-        }
+        if part is None:
+            self._scales = {}
+        for name, (strength, values) in chosen.items():
+            self._scales[named[name]] = Scales(values=values, strength=strength)
         self._scale_parameters()
 
     def _scale_parameters(self) -> None:
         values = {group: scales.values for group, scales in self._scales.items()}
         self.parameters.scale(values, self.collected.weight_of)
 
-    def _agree_over_ranks(self, weight_of: WeightOf) -> None:
-        """Equalize on all ranks what each rank with data would.
+    def _agree_over_ranks(self, weight_of: WeightOf, part: Plan | None) -> list[Group]:
+        """Equalize on all ranks what each rank with data would; return these groups.
 
-        A rank without data has traced nothing, and knows of no groups.
+        A rank without data has traced nothing, and knows of no groups of the part.
         """
-        of_ranks = [groups for groups in from_all_ranks(self.collected.groups) if groups]
-        if of_ranks:
-            agreed = [group for group in of_ranks[0] if all(group in each for each in of_ranks)]
-            self.collected.agree_on(agreed, lambda reader: self._name_of(weight_of(reader)))
+        known = self.collected.groups
+        own = [group for group in known if _is_of(part, group)]
+        of_ranks = [groups for groups in from_all_ranks(own) if groups]
+        if not of_ranks:
+            return []
+        agreed = [group for group in of_ranks[0] if all(group in each for each in of_ranks)]
+        place = known.index(own[0]) if own else len(known)
+        others = [group for group in known if group not in own]
+        self.collected.agree_on(
+            [*others[:place], *agreed, *others[place:]],
+            lambda reader: self._name_of(weight_of(reader)),
+        )
+        return agreed
 
     def _reader(self, name: str, weight: torch.Tensor) -> Reader:
         slots = self.plan.of_module(name)
@@ -262,6 +288,19 @@ class Equalization:
                     known, tensors={**known.tensors, "_imatrix_sum": sums}
                 )
         return found
+
+
+def _is_of(part: Plan | None, group: Group) -> bool:
+    """Whether a part of the plan, or the whole if it is None, has the readers of a group."""
+    return part is None or any(map(part.of_module, group.readers))
+
+
+def _stored_scales(stored: StoredStatistics, groups: Iterable[Group]) -> dict[Group, Scales]:
+    return {
+        group: Scales(values=stored.scales[group.name], strength=stored.strengths[group.name])
+        for group in groups
+        if group.name in stored.scales
+    }
 
 
 def _ranges(group: Group, statistics: StatisticsBySlot) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -50,6 +50,10 @@ class EqualizedParameters:
                 own = group.scale_of(producer, scale)
                 self._changes.setdefault(producer.parameter, []).append(_divided(producer, own))
 
+    def forget_copies(self) -> None:
+        """Drop the copies that were made; they are made again when they are needed."""
+        self._copies.clear()
+
     @property
     def changed(self) -> frozenset[str]:
         """Names of the parameters that are scaled."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from inlay.collectives import from_all_ranks
+
 __all__ = ["MemoryWatch", "anonymous_memory"]
 
 _STATUS = Path("/proc/self/status")
@@ -26,7 +28,8 @@ class MemoryWatch:
     """Notes the peak while it is entered; on an accelerator, that of its memory."""
 
     def __init__(self) -> None:
-        self.peak: int | None = None
+        self._own: int | None = None
+        self._of_others: int | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -38,6 +41,15 @@ class MemoryWatch:
         self._done.set()
         self._thread.join()
         self._note()
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes at their peak, in this process or another that it has heard of."""
+        return max((each for each in (self._own, self._of_others) if each), default=None)
+
+    def hear_of_others(self) -> None:
+        """Ask all ranks for their peak so far. Every rank calls it."""
+        self._of_others = max((each for each in from_all_ranks(self._own) if each), default=None)
 
     @property
     def peak_on_device(self) -> int | None:
@@ -53,4 +65,4 @@ class MemoryWatch:
     def _note(self) -> None:
         now = anonymous_memory()
         if now is not None:
-            self.peak = max(now, self.peak or 0)
+            self._own = max(now, self._own or 0)
