@@ -103,7 +103,7 @@ def _stopping(stop: tuple[int, int, str] | None, rank: int) -> Iterator[None]:
         quantize(self, number, *args)
 
     worker.Worker._quantize = stopped  # type: ignore[method-assign]
-    if stop is not None:
+    if stop is not None and stop[2] == "kill":
         together._LOST = 5.0  # a busy machine may keep a process from running for a while
     try:
         yield

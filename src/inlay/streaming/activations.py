@@ -42,8 +42,6 @@ class Activations:
         self._lasting: dict[int, dict[str, str]] = {}  # by batch, digests of values by name
         self._shared: dict[str, torch.Tensor] = {}  # by digest, if they are in memory
         self._checks: dict[str, int] = {}  # checksums of the files of the newest generation
-        self._bytes: dict[int, int] = {}  # in memory, by batch
-        self._bytes_shared = 0
 
     def of(self, batch: int, stage: int) -> dict[str, Any]:
         """What a batch has before a stage."""
@@ -68,21 +66,14 @@ class Activations:
         self._lasting[batch] = kept
         if self._in_memory:
             self._values[batch] = own
-            self._bytes[batch] = sum(map(_size, own.values()))
         if self._on_disk:
             self._write(self._file(batch, stage), own, kept)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the values that are in memory."""
-        return sum(self._bytes.values()) + self._bytes_shared
 
     def complete(self) -> dict[str, int]:
         """Return checksums of what this rank has written of a generation, which is all of it."""
         for digest in list(self._shared):
             if not any(digest in kept.values() for kept in self._lasting.values()):
                 del self._shared[digest]
-        self._bytes_shared = sum(map(_size, self._shared.values()))
         found, self._checks = self._checks, {}
         return found
 
@@ -107,7 +98,6 @@ class Activations:
             own = self._read(batch, stage)
             if self._in_memory:
                 self._values[batch] = own
-                self._bytes[batch] = sum(map(_size, own.values()))
 
     def _generation(self, stage: int) -> Path:
         return self.folder / f"before-{stage:05d}"
@@ -126,9 +116,8 @@ class Activations:
             partial = file.with_suffix(f".{rank()}.partial")  # another rank may write the same
             save_file({"value": packed}, partial, metadata={_VALUES: json.dumps(layout)})
             partial.rename(file)
-        if self._in_memory and digest not in self._shared:
-            self._shared[digest] = value
-            self._bytes_shared += _size(value)
+        if self._in_memory:
+            self._shared.setdefault(digest, value)
         return digest
 
     def _share(self, digest: str) -> torch.Tensor:
@@ -139,7 +128,6 @@ class Activations:
         value = _unpacked(tensors["value"], json.loads(text))
         if self._in_memory:
             self._shared[digest] = value
-            self._bytes_shared += _size(value)
         return value
 
     def _write(self, file: Path, own: Mapping[str, Any], lasting: Mapping[str, str]) -> None:
@@ -217,14 +205,6 @@ def _unpacked(packed: torch.Tensor, layout: Sequence[Sequence[int]]) -> torch.Te
     sizes, order = layout
     inverse = [order.index(dim) for dim in range(len(order))]
     return packed.permute(inverse).expand(sizes) if order else packed
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.untyped_storage().nbytes()
-    if isinstance(value, (list, tuple)):
-        return sum(map(_size, value))
-    return 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -5,8 +5,6 @@ import re
 import threading
 from pathlib import Path
 
-import torch
-
 from inlay.collectives import from_all_ranks
 
 __all__ = ["MemoryWatch", "anonymous_memory"]
@@ -25,7 +23,7 @@ def anonymous_memory() -> int | None:
 
 
 class MemoryWatch:
-    """Notes the peak while it is entered; on an accelerator, that of its memory."""
+    """Notes the peak while it is entered."""
 
     def __init__(self) -> None:
         self._own: int | None = None
@@ -50,13 +48,6 @@ class MemoryWatch:
     def hear_of_others(self) -> None:
         """Ask all ranks for their peak so far. Every rank calls it."""
         self._of_others = max((each for each in from_all_ranks(self._own) if each), default=None)
-
-    @property
-    def peak_on_device(self) -> int | None:
-        """Bytes of an accelerator's memory at their peak; None if there is none."""
-        if not torch.accelerator.is_available():
-            return None
-        return int(torch.accelerator.max_memory_allocated())
 
     def _watch(self) -> None:
         while not self._done.wait(_EVERY):
