@@ -12,6 +12,7 @@ from inlay.passes.outline_repeats import OutlineObservers, OutlineRepeats
 from inlay.passes.prune_unobserved import PruneUnobserved
 from inlay.passes.remove_observers import RemoveObservers
 from inlay.passes.share_observers import ShareObservers
+from inlay.passes.speed_up_products import SpeedUpProducts
 from inlay.passes.use_equalized import UseEqualized
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "PruneUnobserved",
     "RemoveObservers",
     "ShareObservers",
+    "SpeedUpProducts",
     "UseEqualized",
 ]
 

@@ -114,13 +114,16 @@ def test_imports_go_one_way() -> None:
 
 
 def test_folders_can_be_taken_in_at_a_glance() -> None:
-    """Three to twelve modules in a folder, and none so long that it holds two ideas."""
+    """Three to twelve modules in a folder, and none so long that it holds two ideas.
+
+    Passes have a file each, and one name for all files says what they are.
+    """
     folders: dict[Path, list[Path]] = {}
     for path in package_files():
         folders.setdefault(path.parent, []).append(path)
         assert len(path.read_text().splitlines()) <= 400, path
     for folder, files in folders.items():
-        assert 3 <= len(files) <= 12, folder
+        assert 3 <= len(files) <= (20 if folder.name == "passes" else 12), folder
 
 
 def test_private_torch_is_in_one_module() -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "example_of",
     "fake_mode_of",
     "graph_break_errors",
+    "has_hooks",
     "inductor_settings",
     "is_grouped_product",
     "is_proxied",
@@ -42,6 +43,7 @@ __all__ = [
     "module_behind",
     "new_graph_like",
     "observing_dynamo",
+    "onednn_linear",
     "set_autocast",
     "set_grad_enabled",
     "share_memory",
@@ -90,6 +92,17 @@ def is_grouped_product(target: Any) -> bool:
     owners = ((F, "grouped_mm"), (torch, "_grouped_mm"), (torch.ops.aten, "_grouped_mm"))
     known = (getattr(owner, name, None) for owner, name in owners)
     return any(op is each for each in known) or str(op) == "transformers.grouped_mm_fallback"
+
+
+def onednn_linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """`F.linear` by oneDNN, for float32 on a CPU.
+
+    torch 1.13; Inductor puts this op into its code. `F.linear` does the same, and calls MKL.
+    """
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return result
 
 
 def fake_mode_of(*values: Any) -> FakeTensorMode | None:
@@ -280,6 +293,19 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported
 
     return Unsupported, UncapturedHigherOrderOpError
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs anything besides its `forward`.
+
+    torch 2.0; hooks can be registered in public, but not listed.
+    """
+    from torch.nn.modules.module import _has_any_global_hook
+
+    own = (module._forward_pre_hooks, module._forward_hooks)
+    backward = (module._backward_pre_hooks, module._backward_hooks)
+    has_any: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+    return has_any or any(own) or any(backward)
 
 
 def lost_guards(mode: FakeTensorMode | None) -> int:

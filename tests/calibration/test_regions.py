@@ -371,3 +371,44 @@ def test_a_region_of_the_users_own() -> None:
     assert not torch.equal(quantized, forward(x))
     for name, qparams in plain.finalize().items():
         torch.testing.assert_close(qparams["scale"], calibration.qparams[name]["scale"])
+
+
+class CallsTwice(nn.Module):
+    """A block whose call is more than its `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return super().__call__(x) + 3 * x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).tanh()
+
+
+@pytest.mark.parametrize("what", ["call", "hook", "hook before"])
+def test_what_a_call_of_a_block_does_besides_counts(what: str) -> None:
+    """Dynamo is shown the call as a whole only where it runs `forward` and nothing else."""
+
+    class Plain(CallsTwice):
+        __call__ = nn.Module.__call__
+
+    torch.manual_seed(0)
+    cls = CallsTwice if what == "call" else Plain
+    model = nn.Sequential(*(cls() for _ in range(3))).eval()
+    if what == "hook":
+        model[1].register_forward_hook(lambda module, args, out: out * 5)
+    elif what == "hook before":
+        model[1].register_forward_pre_hook(lambda module, args: (args[0] * 5,))
+    x, seen = torch.randn(4, 8), []
+    calibration = Calibration(model, RECIPES["static"](), compiler="eager")
+    calibration.observe(x)
+    for block in model:
+        block.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(x)
+    for index, value in enumerate(seen):
+        found = calibration.statistics.snapshot()[f"{index}.fc.input"].tensors
+        assert torch.equal(found["max_vals"].reshape(()), value.max())
+        assert torch.equal(found["min_vals"].reshape(()), value.min())

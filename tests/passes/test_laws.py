@@ -26,6 +26,7 @@ from inlay.passes import (
     PruneUnobserved,
     RemoveObservers,
     ShareObservers,
+    SpeedUpProducts,
 )
 from inlay.recipe import Plan
 from inlay.testing import Check, PassSubject, checks_of, parametrize_with_checks
@@ -110,6 +111,7 @@ ON_GENERATED = [
     PassSubject(FoldQParams, after=SHARED),
     PassSubject(RemoveObservers(), after=SHARED),
     PassSubject(CompareLayers, after=(InlineCalls, Annotate)),
+    PassSubject(SpeedUpProducts(smallest=1), after=SHARED, tolerance=1e-5),
 ]
 
 
@@ -133,6 +135,7 @@ def documented() -> list[PassSubject]:
         ),
         PassSubject(RemoveObservers(), example=shown(ONE, STATIC, Annotate, InsertObservers)),
         PassSubject(CompareLayers(qparams=QPARAMS), example=shown(ONE, STATIC, Annotate)),
+        PassSubject(SpeedUpProducts(smallest=1), example=shown(ONE, STATIC)),
     ]
 
 

@@ -13,6 +13,8 @@ from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.tiers import CompileCosts, Forecast, Tier
 from inlay.errors import GraphError
 from inlay.graph import writes_to_inputs
+from inlay.nodes.fast_linear import onednn_is_faster
+from inlay.passes import SpeedUpProducts
 from inlay.ranges.kernels import keep_whole
 from inlay.statistics.value import Statistics
 from inlay.torch_private import (
@@ -124,6 +126,8 @@ class Backend:
         """Compile one region with the compiler of the calibration, or leave that for later."""
         if self.compiler != AUTO:
             return self._compile(self.compiler, gm, inputs)
+        if onednn_is_faster():
+            gm = SpeedUpProducts()(gm).graph_module
         tier = Tier(
             gm,
             lambda chosen: compile_regions(chosen, self._compile_later)[0],

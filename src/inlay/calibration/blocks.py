@@ -24,6 +24,7 @@ from inlay.torch_private import (
     allow_real_tensors,
     fake_mode_of,
     graph_break_errors,
+    has_hooks,
     mark_varying,
 )
 
@@ -48,8 +49,11 @@ class Blocks:
         self._outputs: weakref.WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = (
             weakref.WeakKeyDictionary()
         )
-        self._marked = {cls: _marked_forward(cls.forward) for cls in _block_classes(model)}
-        run = {cls: self._compiled(cls.forward) for cls in self._marked}
+        classes = _block_classes(model)
+        self._marked = {cls: _marked(cls.forward) for cls in classes}
+        # Dynamo would trace what a call does besides running `forward` anew for each block.
+        self._marked_calls = {cls: _marked(cls.__call__) for cls in classes if _is_called(cls)}
+        run = {cls: self._compiled(cls.forward) for cls in classes}
         self._blocks = [
             Block(module, type(module).forward, run[type(module)], self._outputs)
             for module in model.modules()
@@ -97,20 +101,15 @@ class Blocks:
 
     @contextmanager
     def _marks(self) -> Iterator[None]:
-        own = {cls: vars(cls).get("forward") for cls in self._marked}
         modules = [(block.module, block.handle) for block in self._blocks]
+        particular = {type(m) for m, _ in modules if m.training or has_hooks(m)}
+        calls = {cls: call for cls, call in self._marked_calls.items() if cls not in particular}
         try:
-            for cls, marked in self._marked.items():
-                cls.forward = marked
             for module, handle in modules:
                 vars(module)[_HANDLE] = handle
-            yield
+            with _methods("forward", self._marked), _methods("__call__", calls):
+                yield
         finally:
-            for cls, forward in own.items():
-                if forward is None:
-                    del cls.forward
-                else:
-                    cls.forward = forward
             for module, _ in modules:
                 vars(module).pop(_HANDLE, None)
 
@@ -243,14 +242,37 @@ def _can_be_marked(cls: type[nn.Module], modules: Iterable[nn.Module]) -> bool:
     return not is_of_torch and not any("forward" in vars(module) for module in modules)
 
 
-def _marked_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _is_called(cls: type[nn.Module]) -> bool:
+    """Whether a call of a module, in evaluation and without hooks, only runs its `forward`."""
+    owner = next(one for one in cls.__mro__ if "__call__" in vars(one))
+    # The base class of transformers' blocks calls them differently while it saves gradients.
+    return owner is nn.Module or owner.__module__ == "transformers.modeling_layers"
+
+
+def _marked(method: Callable[..., Any]) -> Callable[..., Any]:
     def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         handle = getattr(self, _HANDLE, None)
         if handle is None:  # of another model of the same class
-            return forward(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         return call_block(handle, args, kwargs)
 
     return marked
+
+
+@contextmanager
+def _methods(name: str, new: Mapping[type[nn.Module], Callable[..., Any]]) -> Iterator[None]:
+    """Give classes other methods of a name for a while."""
+    own = {cls: vars(cls).get(name) for cls in new}
+    try:
+        for cls, method in new.items():
+            setattr(cls, name, method)
+        yield
+    finally:
+        for cls, before in own.items():
+            if before is None:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, before)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

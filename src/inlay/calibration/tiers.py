@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationStrategy
 from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from inlay.files import write_atomically
 from inlay.graph import fake_value, is_region
+from inlay.nodes.fast_linear import fast_linear
 from inlay.nodes.observe import Observe
 from inlay.passes import OutlineObservers
+from inlay.ranges.replay import has_estimates
 from inlay.torch_private import compiler_cache_folder
 
 __all__ = ["CompileCosts", "Forecast", "Tier"]
@@ -28,7 +31,9 @@ Compile = Callable[[GraphModule], Callable[..., Any]]
 # How many times faster the parts of a graph run once they are compiled, as measured on a CPU with
 # two cores. The products of matrices, most of a forward, are the same code either way.
 _FORWARD = 1.1
+_ESTIMATED = "searched from estimates"  # of the values of a tensor, read once for all candidates
 _OBSERVERS = {
+    _ESTIMATED: 1.0,
     "mse": 5.0,
     "memoryless_mse": 5.0,
     "histogram": 1.5,
@@ -197,11 +202,16 @@ class Tier:
 
     def __str__(self) -> str:
         times = "once" if self.calls_in_a_batch == 1 else f"{self.calls_in_a_batch} times"
-        return f"{self.ops} ops that a batch runs {times}: {self.reason}"
+        products = ", with products by oneDNN, which is faster here" if self._uses_onednn else ""
+        return f"{self.ops} ops that a batch runs {times}: {self.reason}{products}"
 
     @property
     def ops(self) -> int:
         return _ops(self.gm)
+
+    @property
+    def _uses_onednn(self) -> bool:
+        return any(node.target is fast_linear for node in self.gm.graph.nodes)
 
     def _probe(self, args: Sequence[Any]) -> Any:
         timed = _Timed(self.gm, args)
@@ -318,9 +328,21 @@ class _Timed(Interpreter):
     def run_node(self, n: Node) -> Any:
         start = _now(self._args)
         result = super().run_node(n)
-        name = n.target.rule.name if isinstance(n.target, Observe) else ""
+        name = _part(n)
         self.seconds[name] = self.seconds.get(name, 0.0) + _now(self._args) - start
         return result
+
+
+def _part(node: Node) -> str:
+    """The observer of a node, as far as that decides what a compiler saves; "" for other ops."""
+    if not isinstance(node.target, Observe):
+        return ""
+    rule, value = node.target.rule, fake_value(node.all_input_nodes[0])
+    is_one_group = rule.slot.args.strategy == QuantizationStrategy.TENSOR
+    searches = rule.name in ("mse", "memoryless_mse")
+    if searches and is_one_group and has_estimates(rule.slot.args, value.dtype):
+        return _ESTIMATED
+    return str(rule.name)
 
 
 def _speedup(part: str) -> float:
@@ -342,7 +364,7 @@ def _ops(gm: nn.Module) -> int:
 def _weight(node: Node) -> int:
     if not isinstance(node.target, Observe):
         return int(node.op not in ("placeholder", "output", "get_attr"))
-    return 40 if _speedup(node.target.rule.name) > 4 else 8
+    return 40 if _OBSERVERS.get(node.target.rule.name, 0) > 4 else 8
 
 
 def _fingerprint(gm: GraphModule) -> str:

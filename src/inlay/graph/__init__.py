@@ -32,6 +32,7 @@ from inlay.graph.inputs import (
 from inlay.graph.matching import (
     WeightUse,
     attention_states,
+    is_linear,
     module_path,
     replace_value,
     replace_weight,
@@ -91,6 +92,7 @@ __all__ = [
     "folded_parts",
     "format_graph",
     "inputs_of",
+    "is_linear",
     "is_region",
     "label_inputs",
     "made_by",

@@ -18,6 +18,7 @@ from inlay.torch_private import HigherOrderOperator, OpOverload, is_grouped_prod
 __all__ = [
     "WeightUse",
     "attention_states",
+    "is_linear",
     "module_path",
     "replace_value",
     "replace_weight",
@@ -125,10 +126,15 @@ _OPERANDS = {
 }
 
 
+def is_linear(node: Node) -> bool:
+    """Whether the node is a call of `F.linear`."""
+    return node.op == "call_function" and node.target in _LINEAR
+
+
 def _operands(node: Node) -> _Operands | None:
+    if is_linear(node):
+        return _OPERANDS["linear"]
     if node.op == "call_function":
-        if node.target in _LINEAR:
-            return _OPERANDS["linear"]
         if node.target in _EMBEDDING:
             first = node.target in _WEIGHT_FIRST
             return _OPERANDS["embedding, weight first" if first else "embedding"]

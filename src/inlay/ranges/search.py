@@ -11,7 +11,7 @@ expression itself; an eager observer compiles it once per format for weights of 
 single group, such as an activation with one scale, is searched from estimates instead (`replay`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,14 @@ from inlay.ranges.candidates import (
 from inlay.ranges.kernels import Chunk, Kernel, as_rows, chunks_of, kernel_of
 from inlay.ranges.padding import as_weights, fill_invalid
 from inlay.ranges.qparams import qparams_of_range
-from inlay.ranges.replay import Estimate, best_candidate, can_be_estimated
+from inlay.ranges.replay import (
+    BinnedEstimate,
+    Bounds,
+    Estimate,
+    best_candidate,
+    can_be_binned,
+    can_be_estimated,
+)
 from inlay.ranges.rounding import stored
 
 __all__ = ["COMPILE_FROM", "RangeSearch", "differences"]
@@ -93,6 +100,8 @@ class RangeSearch:
 
         :param valid: of shape (num_observations,), at least one of them true
         """
+        if not is_traced(observed.detach()):
+            return self(observed[valid])  # a graph has to keep the shape, and weighs with 0
         return self(fill_invalid(observed, valid), as_weights(valid, observed))
 
     @torch.no_grad()
@@ -155,8 +164,6 @@ class RangeSearch:
     def _replayed(self, observed: torch.Tensor) -> Range:
         """Search the range of a single group from estimates, with the result of the definition."""
         low, high = full_range(observed, self.expand)
-        largest = float(torch.maximum(low.abs(), high.abs())) / self.expand
-        estimated = Estimate(observed, largest, self.args, self.norm)
 
         def tried(index: int) -> Range:
             return low * self.shrinks[index], high * self.shrinks[index]
@@ -164,10 +171,25 @@ class RangeSearch:
         best = best_candidate(
             len(self.shrinks),
             self.patience,
-            estimate=lambda index: estimated(*qparams_of_range(*tried(index), self.args)),
+            estimate=self._estimate(observed, low, high),
             error=lambda index: float(self.error(observed, *tried(index))),
         )
         return (low, high) if best is None else tried(best)
+
+    def _estimate(
+        self, observed: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    ) -> Callable[[int], Bounds]:
+        """Where the errors of candidates lie."""
+        factors = as_factors(self.shrinks, observed)
+        qparams = qparams_of_range(low * factors, high * factors, self.args)
+        scales, zero_points = (each.flatten().tolist() for each in qparams)
+        ends = float(low) / self.expand, float(high) / self.expand
+        if can_be_binned(observed, self.norm, len(self.shrinks)):
+            given = scales, zero_points
+            return BinnedEstimate(observed, ends, given, self.shrinks, self.args, self.norm)
+        largest = max(abs(end) for end in ends)
+        estimate = Estimate(observed, largest, self.args, self.norm)
+        return lambda index: estimate(scales[index], zero_points[index])
 
     @torch.no_grad()
     def error(
