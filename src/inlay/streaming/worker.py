@@ -153,20 +153,23 @@ class Worker:
                 before=lambda: run.equalization.apply(run.statistics, self._weight_of, plan),
                 last_batch=run.last_batch,
             )
-        outside = self._observed_outside(number)
-        if outside is not None:
-            run.statistics.merge_ranks(outside, last_batch=run.last_batch)
+        statistics = {**run.statistics.snapshot(plan), **self._observed_outside(number)}
         values = to_first_rank(activations.complete())
         if not is_first():
             return
-        files = self._write(number, plan, qparams, journal)
+        files = self._write(number, plan, qparams, statistics, journal)
         checks = {name: check for of_rank in values for name, check in of_rank.items()}
         journal.add(Written(region=region.name, files=files, values=checks))
         if region.stage is not None:
             activations.drop(region.stage)
 
     def _write(
-        self, number: int, plan: Plan, qparams: Mapping[str, QParamsDict], journal: Journal
+        self,
+        number: int,
+        plan: Plan,
+        qparams: Mapping[str, QParamsDict],
+        statistics: Mapping[str, Statistics],
+        journal: Journal,
     ) -> dict[str, tuple[int, str]]:
         """Write a region; return sizes and digests of its files in the checkpoint."""
         run = self._run
@@ -177,7 +180,7 @@ class Worker:
             save_qparams(qparams, folder / _QPARAMS)
             StoredStatistics(
                 recipe=run.recipe.fields,
-                slots=self._gathered(number, plan),
+                slots=statistics,
                 **run.equalization.decided(plan),
             ).save(folder)
             if self._settings.report:
@@ -189,20 +192,17 @@ class Worker:
                 write_atomically(folder / _SHOWN, json.dumps(to_plain(shown)))
         return files
 
-    def _observed_outside(self, number: int) -> Plan | None:
-        """The part of the plan outside of the blocks, if batches are observed there.
+    def _observed_outside(self, number: int) -> dict[str, Statistics]:
+        """What all ranks have observed outside of the blocks, up to and including a region.
 
-        It belongs to the last region, but batches that have run through earlier ones do so once.
+        It belongs to the last region, but batches pass there once, so an interrupted run needs it.
         """
         last = len(self._regions) - 1
         part = self._run.plan.part(self._regions.belongs_to(last))
-        return part if part.needs_data and number < last else None
-
-    def _gathered(self, number: int, plan: Plan) -> dict[str, Statistics]:
-        """What is known of the slots of a region, and of those outside of the blocks so far."""
-        outside = self._observed_outside(number)
-        so_far = {} if outside is None else self._run.statistics.snapshot(outside)
-        return {**self._run.statistics.snapshot(plan), **so_far}
+        if number == last or not part.needs_data:
+            return {}
+        self._run.statistics.merge_ranks(part, last_batch=self._run.last_batch)
+        return self._run.statistics.snapshot(part)
 
     def _take_up(self, journal: Journal, activations: Activations) -> None:
         """Go on where an interrupted run has stopped, if there was one."""
