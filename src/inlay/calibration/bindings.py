@@ -1,6 +1,6 @@
 """Tensors that graphs take besides the model's own inputs: statistics, qparams, weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +86,22 @@ class GivenInput:
     position: int | None = None
 
     def tensor(
-        self, bindings: Bindings, names: dict[str, str], args: Sequence[Any]
+        self,
+        bindings: Bindings,
+        names: dict[str, str],
+        args: Sequence[Any],
+        observers: dict[str, Mapping[str, torch.Tensor]],
     ) -> torch.Tensor | BatchMask:
         """The tensor to pass, or the mask of whatever batch runs.
 
         :param names: from modules as they were traced to those that the graph is called for
         :param args: what the graph is called with
+        :param observers: inputs of observers that were asked for before; each has several
         """
         if self.position is not None:
             return bindings.weights.equalized.of(args[self.position])
+        if self.observe is not None and self.slots[0].name in observers:
+            return observers[self.slots[0].name][self.key]
         slots = [_renamed(slot, names) for slot in self.slots]
         if self.key == "batch":
             return bindings.batch
@@ -102,13 +109,19 @@ class GivenInput:
             return bindings.errors_of(slots[0], self.device)
         if self.observe is None:
             return bindings.quantized_value(slots[0], self.key)
-        specs = None if self.observe.is_opaque else self.observe.specs
+        inputs = observers[self.slots[0].name] = self._inputs(bindings, slots)
+        return inputs[self.key]
+
+    def _inputs(self, bindings: Bindings, slots: Sequence[Slot]) -> Mapping[str, torch.Tensor]:
+        """What the observer of these slots takes besides the value, by name."""
+        assert self.observe is not None
         assert self.device is not None  # statistics are tensors
+        specs = None if self.observe.is_opaque else self.observe.specs
         known = bindings.statistics
         if isinstance(self.observe, ObserveExperts):
             of_all = known.entry_of_experts(slots, self.observe.rule, specs, self.device)
-            return of_all.inputs(in_graph=self.observe.in_graph)[self.key]
-        return known.entry(slots, self.observe.rule, specs, self.device).inputs()[self.key]
+            return of_all.inputs(in_graph=self.observe.in_graph)
+        return known.entry(slots, self.observe.rule, specs, self.device).inputs()
 
 
 def given_inputs(gm: GraphModule, bindings: Bindings) -> list[GivenInput]:

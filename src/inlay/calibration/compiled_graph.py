@@ -163,7 +163,8 @@ class CompiledGraph:
             modules = self.modules(args)
             variant = self._variant(bindings, modules, args)
             names = _renaming(variant.modules, modules)
-            tensors = [given.tensor(bindings, names, args) for given in variant.inputs]
+            observers: dict[str, Mapping[str, torch.Tensor]] = {}
+            tensors = [given.tensor(bindings, names, args, observers) for given in variant.inputs]
             bound = self._bound[key] = (variant.run, tensors)
             variant.count_call()
             self.backend.forecast.found += self.is_region
