@@ -170,10 +170,11 @@ class Equalization:
         rescaled: dict[str, Statistics] = {}
         done = []
         for group in self.collected.groups:
-            ranges = _ranges(group, statistics)
-            if ranges is None or group not in self._scales:
-                continue  # a rank that has seen nothing, while it goes through the data again
-            scales = self._scales[group]
+            scales = self._scales.get(group)
+            ranges = None if scales is None else _ranges(group, statistics)
+            if scales is None or ranges is None:
+                # It is of a part to come, or of a rank that has seen nothing of the data again.
+                continue
             low, high = ranges
             rescaled.update(self._rescaled(group, statistics, low, high, scales.values))
             sizes = torch.maximum(low.abs(), high.abs())
