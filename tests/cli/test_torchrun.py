@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import llama
+from folders import assert_same_folder
 from tokens import text_of, word_tokenizer
 from typer.testing import CliRunner
 
@@ -123,6 +124,27 @@ def test_a_killed_process_ends_all_and_another_number_goes_on(place: Path) -> No
     alone(place, "out_killed", "--resume")
     assert_same(place, "out_killed")
     assert not list(place.glob("*.statistics"))
+
+
+def test_two_processes_stream_what_one_does(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    texts = [text_of(list(range(4 + row % 3))) for row in range(5)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    done = torchrun(tmp_path, 2, *command("out", "--stream", "--no-comparison"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("at its peak") == 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes have
+    alone(tmp_path, "alone", "--stream", "--no-comparison")
+    torch.set_num_threads(threads)
+    assert_same_folder(tmp_path / "out", tmp_path / "alone", but=["data"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "alone",
+        "model",
+        "out",
+        "texts.txt",
+    ]
 
 
 def test_a_wrong_option_is_said_once(place: Path) -> None:

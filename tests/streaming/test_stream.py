@@ -1,6 +1,7 @@
 """A model that is streamed from disk to disk, held against one that is calibrated in memory."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,9 @@ def test_it_writes_what_a_run_in_memory_writes(folder: Path) -> None:
         assert bool(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all())
 
 
+EQUALIZED = Recipe.from_preset(
+    "W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"}, equalize=0.7
+)
 RECIPES = {
     "fused": Recipe.from_preset("NVFP4", ignore=["lm_head"]),
     "kv_cache": Recipe.from_preset(
@@ -79,12 +83,23 @@ RECIPES = {
         "W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "histogram"}
     ),
     "moving": Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "minmax"}),
+    "equalized": EQUALIZED,
+    # The norm in front of the head is scaled too, and written with it.
+    "equalized head": Recipe.from_preset(
+        "W8A8_STATIC", inputs={"observer": "static_minmax"}, equalize="auto"
+    ),
+    "equalized weights": Recipe.from_preset(
+        "W4A16",
+        ignore=["lm_head"],
+        weights={"observer": "imatrix_mse", "group_size": 16},
+        equalize=0.5,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_whatever_is_observed(folder: Path, name: str) -> None:
-    data, options = batches(4), {"held_out": 0}
+    data, options = batches(4), {"samples": 4, "held_out": 4 if "equalized" in name else 0}
     expected = in_memory(folder, RECIPES[name], data, **options)
     assert_same_folder(streamed(folder, RECIPES[name], data, **options), expected)
 
@@ -109,15 +124,31 @@ def test_without_data_every_weight_is_read_once_and_nothing_is_traced(folder: Pa
     assert stored.reads.keys() == stored.files.tensors.keys()
 
 
-def test_experts_are_quantized_one_by_one(tmp_path: Path) -> None:
-    qwen3_moe().save_pretrained(tmp_path / "model")
-    recipe = Recipe.from_preset(
-        "W4A16", ignore=["lm_head", "re:.*gate$"], weights={"group_size": 16}
-    )
+GATES = ["lm_head", "re:.*gate$"]
+OF_EXPERTS = {
+    "weights": Recipe.from_preset("W4A16", ignore=GATES, weights={"group_size": 16}),
+    "inputs": Recipe.from_preset(
+        "FP8", ignore=GATES, inputs={"observer": "static_minmax"}, experts="fill"
+    ),
+    "fused": Recipe.from_preset("NVFP4", ignore=GATES, experts="layer"),
+}
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts_are_quantized_one_by_one(tmp_path: Path, name: str) -> None:
+    qwen3_moe(num_experts=8).save_pretrained(tmp_path / "model")
     data = batches(2)
-    expected = in_memory(tmp_path / "model", recipe, data, samples=2, held_out=2)
-    found = streamed(tmp_path / "model", recipe, data, samples=2, held_out=2)
+    expected = in_memory(tmp_path / "model", OF_EXPERTS[name], data, samples=2, held_out=2)
+    found = streamed(tmp_path / "model", OF_EXPERTS[name], data, samples=2, held_out=2)
     assert_same_folder(found, expected)
+
+
+def test_experts_that_saw_too_little_are_refused_by_name(tmp_path: Path) -> None:
+    qwen3_moe(num_experts=8).save_pretrained(tmp_path / "model")
+    recipe = Recipe.from_preset("FP8", ignore=GATES, inputs={"observer": "static_minmax"})
+    with pytest.raises(StatisticsError, match=r"too few tokens.*layers\.0\.mlp\.experts"):
+        streamed(tmp_path / "model", recipe, batches(1), held_out=0)
+    assert not (tmp_path / "streamed").exists()
 
 
 def test_with_data_every_weight_is_read_once(folder: Path) -> None:
@@ -152,9 +183,10 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_read(tmp_path: Path) -
         with pytest.raises(ConfigurationError, match="cannot be cut at its blocks"):
             stream(stored, STATIC, batches(2), out=tmp_path / "out", compiler="eager")
     assert not stored.reads
-    equalizing = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], equalize=0.5)
-    with pytest.raises(ConfigurationError, match="cannot equalize yet"):
+    equalizing = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"}, equalize=0.5)
+    with pytest.raises(ConfigurationError, match=r"goes over the data once.*with static_minmax"):
         stream(stored, equalizing, batches(2), out=tmp_path / "out")
+    assert not stored.reads
     with pytest.raises(ConfigurationError, match="no data to observe"):
         stream(stored, STATIC, out=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["breaking", "one"]
@@ -187,22 +219,43 @@ def test_a_missing_or_damaged_or_wrong_file_is_named(folder: Path) -> None:
     assert not (folder.parent / "out.streaming").exists()
 
 
-def test_only_the_same_run_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a block that was written is verified first."""
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Stream, and stop when some blocks are in the journal."""
     from inlay.streaming.journal import Journal
 
     add = Journal.add
 
-    def add_two(self, written) -> None:
-        if len(self.written) == 2:
-            raise KeyboardInterrupt
-        add(self, written)
+    def stop(*args, after: int, **options) -> None:
+        def add_some(self, written) -> None:
+            if len(self.written) == after:
+                raise KeyboardInterrupt
+            add(self, written)
 
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "add", add_some)
+            with pytest.raises(KeyboardInterrupt):
+                stream(*args, **options)
+
+    return stop
+
+
+@pytest.mark.parametrize("after", [3, 4])
+def test_what_is_equalized_goes_on(folder: Path, stopped: Callable[..., None], after: int) -> None:
+    """After the second of three blocks, or when only the head and its norm are left."""
+    recipe, data = RECIPES["equalized head"], batches(3)
+    options = {"samples": 3, "held_out": 3}
+    expected = in_memory(folder, recipe, data, **options)
+    torch._dynamo.reset()
+    out = folder.parent / "streamed"
+    stopped(folder, recipe, data, out=out, after=after, compiler="eager", **options)
+    assert_same_folder(streamed(folder, recipe, data, resume=True, **options), expected)
+
+
+def test_only_the_same_run_is_resumed(folder: Path, stopped: Callable[..., None]) -> None:
+    """And a block that was written is verified first."""
     options = {"held_out": 0, "compiler": "eager", "out": folder.parent / "out"}
-    monkeypatch.setattr(Journal, "add", add_two)
-    with pytest.raises(KeyboardInterrupt):
-        stream(folder, STATIC, batches(3), **options)
-    monkeypatch.undo()
+    stopped(folder, STATIC, batches(3), after=2, **options)
     with pytest.raises(ConfigurationError, match="holds the work of an interrupted run"):
         stream(folder, STATIC, batches(3), **options)
     with pytest.raises(ConfigurationError, match="made with another data"):

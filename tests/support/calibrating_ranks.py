@@ -163,7 +163,8 @@ def _stopping(stop: dict[int, tuple[int, str]]) -> Iterator[None]:
         time.sleep(1.5 * together._LOST)
 
     keeping.Keeper.note, keeping._SAVE_EVERY = noted, 0.0  # type: ignore[method-assign]
-    together._LOST = 5.0  # a busy machine may keep a process from running for a while
+    if any(way in ("kill", "be slow") for _, way in stop.values()):
+        together._LOST = 5.0  # a busy machine may keep a process from running for a while
     try:
         yield
     finally:

@@ -105,12 +105,13 @@ class Rerun:
             yield
 
     def let_go_of_blocks(self) -> None:
-        """Drop the folded weights of blocks; they are folded again when they are needed."""
+        """Drop folded and equalized weights of blocks; they are made again when needed."""
         for backend in self.backends:
             for graph in backend.graphs:
                 if graph.is_region:
                     graph.unbind()
         self.bindings.weights.forget_folded()
+        self.bindings.weights.equalized.forget_copies()
 
     def forget(self) -> None:
         """Drop the graphs that were made for this, and what they hold."""

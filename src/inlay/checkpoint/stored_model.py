@@ -79,10 +79,6 @@ class StoredModel:
         wanted = {id(parameter) for parameter in parameters}
         return [name for name, own in self._parameters.items() if id(own) in wanted]
 
-    def size_of(self, names: Iterable[str]) -> int:
-        """Bytes of parameters in memory, once they are loaded."""
-        return sum(self._parameters[n].numel() * self._parameters[n].element_size() for n in names)
-
     def load(self, names: Collection[str], *, mapped: bool = False) -> None:
         """Read parameters from disk, through the conversions of transformers.
 

@@ -6,6 +6,7 @@ from typing import Any
 from inlay.cli.outcome import interrupted, show_result
 from inlay.cli.recipes import Wanted
 from inlay.errors import ConfigurationError
+from inlay.ranks.identity import is_first
 
 __all__ = ["run_streamed"]
 
@@ -40,5 +41,5 @@ def run_streamed(
         streamed = stream(stored, wanted.recipe_for(stored.model), data, **settings)
     except KeyboardInterrupt:
         interrupted(work_folder(settings["out"]), "blocks")
-    if not quiet:
+    if is_first() and not quiet:
         show_result(streamed, settings["out"])

@@ -1,6 +1,6 @@
 """The groups of a model, collected from its graphs, as far as all uses of a parameter agree."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -51,6 +51,10 @@ class CollectedGroups:
                 name = reader if group.experts else weight_of(reader)
                 self._read_by(reader, name, group.experts)
                 self._uses.setdefault((name, "columns"), set()).add(group)
+
+    def restore_refused(self, refused: Mapping[str, str]) -> None:
+        """Take in why an earlier run did not equalize the inputs of some modules."""
+        self._refused.update(refused)
 
     def agree_on(self, groups: Iterable[Group], weight_of: Callable[[str], str]) -> None:
         """Keep these groups and no others, in this order: it decides how scales are rounded."""

@@ -73,7 +73,7 @@ class Equalization:
         :raises StatisticsError: if parameters are scaled already that this graph does not let scale
         """
         self.collected.add(found, lookup)
-        lost = self._scales.keys() - set(self._groups) if self.is_settled else ()
+        lost = self._scales.keys() - set(_each(self.collected.groups)) if self.is_settled else ()
         if lost:
             names = ", ".join(sorted(group.name for group in lost))
             raise StatisticsError(
@@ -102,20 +102,31 @@ class Equalization:
             lambda reader: self._name_of(model.get_parameter(f"{reader}.weight")),
         )
         if stored.is_second_run and self.plan.needs_second_run:
-            self._scales = {
-                group: Scales(
-                    values=stored.scales[group.name], strength=stored.strengths[group.name]
-                )
-                for group in self._groups
-                if group.name in stored.scales
-            }
+            self._scales = _stored_scales(stored, _each(self.collected.groups))
             self._scale_parameters()
             self.is_settled = True
 
-    @property
-    def _groups(self) -> list[Group]:
-        """The groups that have scales: one for each expert, where experts read a value."""
-        return [each for group in self.collected.groups for each in group.each()]
+    def decided(self, part: Plan) -> dict[str, Any]:
+        """Return the groups and scales of a part of the plan, as `StoredStatistics` has them."""
+        groups = [group for group in self.collected.groups if _is_of(part, group)]
+        chosen = {
+            each.name: self._scales[each]
+            for group in groups
+            for each in group.each()
+            if each in self._scales
+        }
+        return {
+            "groups": tuple(group.to_plain() for group in groups),
+            "scales": {name: scales.values for name, scales in chosen.items()},
+            "strengths": {name: scales.strength for name, scales in chosen.items()},
+        }
+
+    def take_up(self, stored: StoredStatistics, weight_of: WeightOf) -> None:
+        """Take up the scales that an interrupted run has decided for a part of the plan."""
+        groups = list(map(Group.from_plain, stored.groups))
+        self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
+        self._scales.update(_stored_scales(stored, _each(groups)))
+        self._scale_parameters()
 
     def _name_of(self, weight: torch.Tensor) -> str:
         name = self.parameters.name_of(weight)
@@ -150,15 +161,19 @@ class Equalization:
         """Why the inputs of modules are not equalized, by module."""
         return self.collected.refused
 
-    def apply(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+    def apply(
+        self, statistics: StatisticsBySlot, weight_of: WeightOf, part: Plan | None = None
+    ) -> None:
         """Choose scales, have parameters scaled, and say what the slots would have seen.
 
         :param weight_of: gives the weight of a module as the model has it
+        :param part: a part of the plan, to choose the scales of its groups alone; those that were
+            chosen before stay
         """
         if self.plan.recipe.equalize is None:
             return
         if not self.is_settled:
-            self._choose(statistics, weight_of)
+            self._choose(statistics, weight_of, part)
         statistics.rescaled = {}
         done = []
         for group in self.collected.groups:
@@ -167,7 +182,8 @@ class Equalization:
                 for each in group.each()
                 if each in self._scales and (own := self._equalized(each, statistics)) is not None
             ]
-            if found:  # or a rank has seen nothing, while it goes through the data again
+            # Else it is of a part to come, or of a rank that has seen nothing of the data again.
+            if found:
                 done.append(_together(group, found))
         self.done = tuple(done)
 
@@ -190,17 +206,18 @@ class Equalization:
         self._choose(statistics, weight_of)
         self.is_settled = True
 
-    def _choose(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
+    def _choose(
+        self, statistics: StatisticsBySlot, weight_of: WeightOf, part: Plan | None = None
+    ) -> None:
         """Choose strength and scales of each group, on one rank for all.
 
         So ranks agree to the last bit, whatever they compute with.
         """
         strength = self.plan.recipe.equalize
         assert strength is not None
-        self._agree_over_ranks(weight_of)
         seen = {
             group: channels
-            for group in self._groups
+            for group in _each(self._agree_over_ranks(weight_of, part))
             if (channels := _channels(group, statistics)) is not None
         }
         named = {str(place): group for place, group in enumerate(seen)}
@@ -220,25 +237,34 @@ class Equalization:
             scales,
             device_of=lambda name: seen[named[name]].low.device,
         )
-        self._scales = {
-            named[name]: Scales(values=values, strength=strength)
-            for name, (strength, values) in chosen.items()
-        }
+        if part is None:
+            self._scales = {}
+        for name, (own_strength, values) in chosen.items():
+            self._scales[named[name]] = Scales(values=values, strength=own_strength)
         self._scale_parameters()
 
     def _scale_parameters(self) -> None:
         values = {group: scales.values for group, scales in self._scales.items()}
         self.parameters.scale(values, self.collected.weight_of)
 
-    def _agree_over_ranks(self, weight_of: WeightOf) -> None:
-        """Equalize on all ranks what each rank with data would.
+    def _agree_over_ranks(self, weight_of: WeightOf, part: Plan | None) -> list[Group]:
+        """Equalize on all ranks what each rank with data would; return these groups.
 
-        A rank without data has traced nothing, and knows of no groups.
+        A rank without data has traced nothing, and knows of no groups of the part.
         """
-        of_ranks = [groups for groups in from_all_ranks(self.collected.groups) if groups]
-        if of_ranks:
-            agreed = [group for group in of_ranks[0] if all(group in each for each in of_ranks)]
-            self.collected.agree_on(agreed, lambda reader: self._name_of(weight_of(reader)))
+        known = self.collected.groups
+        own = [group for group in known if _is_of(part, group)]
+        of_ranks = [groups for groups in from_all_ranks(own) if groups]
+        if not of_ranks:
+            return []
+        agreed = [group for group in of_ranks[0] if all(group in each for each in of_ranks)]
+        place = known.index(own[0]) if own else len(known)
+        others = [group for group in known if group not in own]
+        self.collected.agree_on(
+            [*others[:place], *agreed, *others[place:]],
+            lambda reader: self._name_of(weight_of(reader)),
+        )
+        return agreed
 
     def _reader(self, name: str, weight: torch.Tensor) -> Reader:
         slots = self.plan.of_module(name)
@@ -273,6 +299,24 @@ class Equalization:
                     known, tensors={**known.tensors, "_imatrix_sum": sums}
                 )
         return found
+
+
+def _each(groups: Iterable[Group]) -> list[Group]:
+    """The groups that have scales of their own: of experts, one for each."""
+    return [each for group in groups for each in group.each()]
+
+
+def _is_of(part: Plan | None, group: Group) -> bool:
+    """Whether a part of the plan, or the whole if it is None, has the readers of a group."""
+    return part is None or any(map(part.of_module, group.readers))
+
+
+def _stored_scales(stored: StoredStatistics, groups: Iterable[Group]) -> dict[Group, Scales]:
+    return {
+        group: Scales(values=stored.scales[group.name], strength=stored.strengths[group.name])
+        for group in groups
+        if group.name in stored.scales
+    }
 
 
 def _channels(group: Group, statistics: StatisticsBySlot) -> Channels | None:

@@ -63,6 +63,10 @@ class EqualizedParameters:
     def _add(self, parameter: str, group: Group, change: _Change) -> None:
         self._changes.setdefault(parameter, []).append((group.expert, change))
 
+    def forget_copies(self) -> None:
+        """Drop the copies that were made; they are made again when they are needed."""
+        self._copies.clear()
+
     @property
     def changed(self) -> frozenset[str]:
         """Names of the parameters that are scaled."""

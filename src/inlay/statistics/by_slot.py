@@ -157,23 +157,28 @@ class StatisticsBySlot:
                 found[slot.name] = copies.setdefault(id(known), known.current())
         return found
 
-    def merge_ranks(self, *, last_batch: int = 0) -> None:
+    def merge_ranks(self, plan: Plan | None = None, *, last_batch: int = 0) -> None:
         """Merge the statistics of all ranks, if there are any, and answer for all from now on.
 
+        :param plan: a part of the plan, for the slots of that part alone
         :param last_batch: the number of this rank's last batch, among those of all ranks
         """
         if not have_ranks():
             return
-        sharing = {tuple(slot.name for slot in slots) for slots in self._sharing.values()}
+        slots = {slot.name: slot for slot in self._gathering(plan)}
+        sharing = {
+            tuple(slot.name for slot in shared if slot.name in slots)
+            for name, shared in self._sharing.items()
+            if name in slots
+        }
         first_of = {name: group[0] for group in agree_on_sharing(sorted(sharing)) for name in group}
-        slots = {slot.name: slot for slot in self._gathering()}
         firsts = {name: slot for name, slot in slots.items() if first_of.get(name, name) == name}
         merged = merge_over_ranks(firsts, {**self._stored, **self._own}, last_batch=last_batch)
         for name in slots:
             first = first_of.get(name, name)
             if first in merged:
                 merged[name] = merged[first]  # equal ones stay one
-        self._of_all_ranks = merged
+        self._of_all_ranks = {**(self._of_all_ranks or {}), **merged}
 
     def forget_ranks(self) -> None:
         """Answer for this rank alone again, where the merged statistics were not usable."""
@@ -198,6 +203,8 @@ class StatisticsBySlot:
             problem = problem_with(stored[name], slot)
             if problem is None:
                 self._stored[name] = stored[name].for_slot(slot)
+                if name in self._own:  # a graph was traced before
+                    self._own[name].restore(self._stored[name])
             elif not slot.watches_input:  # a weight may be observed without
                 problems[name] = problem
         if problems:

@@ -55,26 +55,31 @@ class Coverage:
         return f"{self.experts} ({', '.join(named)}{more}; {share})"
 
 
-def coverage(statistics: StatisticsBySlot) -> list[Coverage]:
-    """Count the tokens of each expert, for every layer whose experts have to see data."""
+def coverage(statistics: StatisticsBySlot, plan: Plan | None = None) -> list[Coverage]:
+    """Count the tokens of each expert, for every layer whose experts have to see data.
+
+    :param plan: a part of the plan, for the layers of that part alone
+    """
+    plan = plan or statistics.plan
     found = []
-    for experts, slots in groupby(
-        _observed(statistics.plan), lambda s: s.module.rpartition(".")[0]
-    ):
-        members = statistics.plan.of_experts(next(slots))
+    for experts, slots in groupby(_observed(plan), lambda s: s.module.rpartition(".")[0]):
+        members = plan.of_experts(next(slots))
         known = (statistics.gathered(own) for own, *_ in members)
         tokens = tuple(0 if each is None else int(each.tokens) for each in known)
         found.append(Coverage(experts, tokens))
     return found
 
 
-def require_coverage(statistics: StatisticsBySlot, accept: Collection[str]) -> None:
+def require_coverage(
+    statistics: StatisticsBySlot, accept: Collection[str], plan: Plan | None = None
+) -> None:
     """Refuse scales of experts that rest on no tokens, or on few.
 
+    :param plan: a part of the plan, for the layers of that part alone
     :raises StatisticsError: unless they are accepted, which a server must be able to load
     """
     is_filled = statistics.plan.recipe.experts in ("fill", "layer")
-    starved = (each for each in coverage(statistics) if each.starved)
+    starved = (each for each in coverage(statistics, plan) if each.starved)
     refused = [
         each
         for each in starved
@@ -111,19 +116,21 @@ def _acceptable(refused: Iterable[Coverage]) -> str:
     return ". No server loads experts of which only some are quantized, so they cannot be left out"
 
 
-def fill_experts(statistics: StatisticsBySlot) -> None:
+def fill_experts(statistics: StatisticsBySlot, plan: Plan | None = None) -> None:
     """Give experts the statistics of their layer, where the recipe asks for that.
 
     What was gathered stays as it is.
 
+    :param plan: a part of the plan, for the layers of that part alone
     :raises StatisticsError: if the observer keeps statistics that cannot be merged
     """
-    wanted = statistics.plan.recipe.experts
+    plan = plan or statistics.plan
+    wanted = plan.recipe.experts
     if wanted not in ("fill", "layer"):
         return
-    starved = {each.experts: set(each.starved) for each in coverage(statistics)}
-    for slot in _observed(statistics.plan):
-        members = statistics.plan.of_experts(slot)
+    starved = {each.experts: set(each.starved) for each in coverage(statistics, plan)}
+    for slot in _observed(plan):
+        members = plan.of_experts(slot)
         known = [each for own, *_ in members if (each := statistics.gathered(own)) is not None]
         seen = [each for each in known if not each.is_empty]
         numbers = (

@@ -52,24 +52,19 @@ def finalize(
 ) -> dict[str, QParamsDict]:
     """Compute the qparams of all slots, and have the statistics keep them.
 
-    Over ranks, the statistics are merged first, and from then on are those of all ranks. Each range
-    of a weight or an activation is searched by one rank, and all ranks get all qparams.
-
-    :param weight_of: gives the weight of a weight slot
-    :param accept: problems to accept instead of raising, of `ACCEPTABLE`
-    :param before: what else is decided by the statistics of all ranks, before the qparams are
-    :param last_batch: see `StatisticsBySlot.merge_ranks`
+    The options are those of `qparams_of`.
     """
     accepted = known_words(accept)
     if statistics.qparams is None:
-        statistics.merge_ranks(last_batch=last_batch)
         try:
-            require_coverage(statistics, accepted)
-            fill_experts(statistics)
-            if before is not None:
-                before()
             found = qparams_of(
-                statistics, statistics.plan, weight_of, accept=accepted, progress=progress
+                statistics,
+                statistics.plan,
+                weight_of,
+                accept=accepted,
+                progress=progress,
+                before=before,
+                last_batch=last_batch,
             )
         except Exception:
             statistics.forget_ranks()  # to be merged anew when it is asked again
@@ -85,12 +80,27 @@ def qparams_of(
     *,
     accept: Collection[str] = (),
     progress: bool | None = None,
+    before: Callable[[], None] | None = None,
+    last_batch: int = 0,
 ) -> dict[str, QParamsDict]:
-    """Compute the qparams of a plan, or of a part of it, and keep nothing.
+    """Compute the qparams of a plan, or of a part of it.
+
+    Over ranks, the statistics are merged first, and from then on are those of all ranks. Each range
+    of a weight or an activation is searched by one rank, and all ranks get all qparams.
 
     :param plan: the plan of the statistics, or a part of it
+    :param weight_of: gives the weight of a weight slot
+    :param accept: problems to accept instead of raising, of `ACCEPTABLE`
+    :param before: what else is decided by the statistics of all ranks, before the qparams are
+    :param last_batch: see `StatisticsBySlot.merge_ranks`
     """
-    return _Finalization(statistics, plan, weight_of, known_words(accept), progress).qparams()
+    accepted = known_words(accept)
+    statistics.merge_ranks(plan, last_batch=last_batch)
+    require_coverage(statistics, accepted, plan)
+    fill_experts(statistics, plan)
+    if before is not None:
+        before()
+    return _Finalization(statistics, plan, weight_of, accepted, progress).qparams()
 
 
 class _Finalization:

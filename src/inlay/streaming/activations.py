@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
 from inlay.errors import CheckpointError, GraphError
+from inlay.ranks.identity import rank
 from inlay.streaming.stages import Started
 
 __all__ = ["Activations"]
@@ -27,7 +28,8 @@ class Activations:
     A generation is what all batches have before one stage. It is written while the stage before
     it runs, and is there as a whole when that stage is done, so a run that is killed goes on from
     the last one. A value that several stages read, such as a mask or a rotary table, is written
-    once, and batches that have equal ones share one.
+    once, and batches that have equal ones share one. Batches are known by their numbers among those
+    of all ranks, which keep their values in one folder.
 
     :param folder: where the values are kept
     :param in_memory: keep the values in memory, to read nothing back
@@ -40,8 +42,6 @@ class Activations:
         self._lasting: dict[int, dict[str, str]] = {}  # by batch, digests of values by name
         self._shared: dict[str, torch.Tensor] = {}  # by digest, if they are in memory
         self._checks: dict[str, int] = {}  # checksums of the files of the newest generation
-        self._bytes: dict[int, int] = {}  # in memory, by batch
-        self._bytes_shared = 0
 
     def of(self, batch: int, stage: int) -> dict[str, Any]:
         """What a batch has before a stage."""
@@ -66,21 +66,14 @@ class Activations:
         self._lasting[batch] = kept
         if self._in_memory:
             self._values[batch] = own
-            self._bytes[batch] = sum(map(_size, own.values()))
         if self._on_disk:
             self._write(self._file(batch, stage), own, kept)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the values that are in memory."""
-        return sum(self._bytes.values()) + self._bytes_shared
-
     def complete(self) -> dict[str, int]:
-        """Return checksums of the generation that was written; nothing more is added to it."""
+        """Return checksums of what this rank has written of a generation, which is all of it."""
         for digest in list(self._shared):
             if not any(digest in kept.values() for kept in self._lasting.values()):
                 del self._shared[digest]
-        self._bytes_shared = sum(map(_size, self._shared.values()))
         found, self._checks = self._checks, {}
         return found
 
@@ -88,12 +81,13 @@ class Activations:
         """Delete a generation that nobody reads any more."""
         shutil.rmtree(self._generation(stage), ignore_errors=True)
 
-    def restore(self, stage: int, batches: int, checks: Mapping[str, int]) -> None:
+    def restore(self, stage: int, batches: Iterable[int], checks: Mapping[str, int]) -> None:
         """Take up a generation that an interrupted run has written.
 
+        :param batches: the numbers of this rank's batches
         :raises CheckpointError: if a file of it is missing or was changed
         """
-        for batch in range(batches):
+        for batch in batches:
             file = self._file(batch, stage)
             content = file.read_bytes() if file.exists() else b""
             if checks.get(file.name) != zlib.crc32(content):
@@ -104,7 +98,6 @@ class Activations:
             own = self._read(batch, stage)
             if self._in_memory:
                 self._values[batch] = own
-                self._bytes[batch] = sum(map(_size, own.values()))
 
     def _generation(self, stage: int) -> Path:
         return self.folder / f"before-{stage:05d}"
@@ -120,12 +113,11 @@ class Activations:
         file = self.folder / _LASTING / f"{digest}.safetensors"
         if self._on_disk and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(".partial")
+            partial = file.with_suffix(f".{rank()}.partial")  # another rank may write the same
             save_file({"value": packed}, partial, metadata={_VALUES: json.dumps(layout)})
             partial.rename(file)
-        if self._in_memory and digest not in self._shared:
-            self._shared[digest] = value
-            self._bytes_shared += _size(value)
+        if self._in_memory:
+            self._shared.setdefault(digest, value)
         return digest
 
     def _share(self, digest: str) -> torch.Tensor:
@@ -136,7 +128,6 @@ class Activations:
         value = _unpacked(tensors["value"], json.loads(text))
         if self._in_memory:
             self._shared[digest] = value
-            self._bytes_shared += _size(value)
         return value
 
     def _write(self, file: Path, own: Mapping[str, Any], lasting: Mapping[str, str]) -> None:
@@ -214,14 +205,6 @@ def _unpacked(packed: torch.Tensor, layout: Sequence[Sequence[int]]) -> torch.Te
     sizes, order = layout
     inverse = [order.index(dim) for dim in range(len(order))]
     return packed.permute(inverse).expand(sizes) if order else packed
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.untyped_storage().nbytes()
-    if isinstance(value, (list, tuple)):
-        return sum(map(_size, value))
-    return 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -21,7 +21,7 @@ from inlay.evaluation.layer_errors import layer_errors
 from inlay.progress import watched
 from inlay.report.data import LayerError
 from inlay.streaming.activations import Activations
-from inlay.streaming.regions import Region, Regions
+from inlay.streaming.regions import Region, Regions, uses_of
 from inlay.streaming.stages import Started, Starting
 from inlay.workflow.calibration_run import Run
 
@@ -55,7 +55,8 @@ class StreamedComparison:
         with self._run.rerun() as rerun:
             pairs = self._started(rerun, batches)
             # The outputs ask for more of the model than statistics do, so it is cut elsewhere.
-            regions = Regions(self._stored, pairs[0].plain, self._run.plan)
+            uses = uses_of(self._stored, pairs[0].plain)
+            regions = Regions(self._stored, uses, self._run.plan)
             layers: list[LayerError] = []
             shown = watched(regions, "comparing", show=self._run.show_progress)
             for number, region in enumerate(shown):
@@ -79,16 +80,18 @@ class StreamedComparison:
         )
 
     def _started(self, rerun: Rerun, batches: Sequence[Any]) -> "list[_Pair]":
-        # Quantized weights outside of the blocks are folded when a batch starts.
+        # Parameters outside of the blocks are folded or equalized when a batch starts.
         blocks = tuple(f"{name}." for name in block_modules(self._run.model))
         modules = self._run.model.named_modules(remove_duplicate=False)
-        quantized = [
+        equalized = self._run.equalization.parameters
+        changing = [
             parameter
             for name, module in modules
-            if self._run.plan.of_module(name) and not name.startswith(blocks)
+            if not name.startswith(blocks)
             for parameter in module.parameters(recurse=False)
+            if self._run.plan.of_module(name) or equalized.is_changed(parameter)
         ]
-        outside = self._stored.names_of(quantized)
+        outside = self._stored.names_of(changing)
         self._stored.load(outside, mapped=True)
         pairs = [
             _Pair(self, rerun, number, batch, self._starting, self._run)

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from inlay.checkpoint.shards import file_name
+from inlay.collectives import from_all_ranks
 from inlay.errors import CheckpointError, ConfigurationError
 from inlay.files import require_writable, write_atomically
+from inlay.ranks.identity import is_first
 
 __all__ = ["Journal", "Written", "digest_of", "work_folder"]
 
@@ -36,6 +38,8 @@ class Written:
 class Journal:
     """The folder in which a streamed run works, beside the one that it will write.
 
+    Over ranks, the first one keeps the journal, and the others know what it held at the start.
+
     :param out: the folder that the run will write
     :param identity: what has to be the same for a run to go on: model, recipe, data, settings
     :param resume: go on with what is there; without it, a folder that has something is refused
@@ -46,6 +50,11 @@ class Journal:
         self.checkpoint = self.folder / "checkpoint"
         self.identity = json.loads(json.dumps(identity))
         self.written: list[Written] = []
+        if is_first():
+            self._open(resume)
+        self.written = from_all_ranks(self.written)[0]
+
+    def _open(self, resume: bool) -> None:
         require_writable(self.folder)
         found = (self.folder / _FILE).exists()
         if found and not resume:

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inlay.calibration.compiled_graph import RehearsedError
@@ -11,6 +11,7 @@ from inlay.calibration.tracing import KeepsError
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError, GraphError
+from inlay.ranks.together import look_around
 from inlay.streaming.activations import Activations
 from inlay.streaming.regions import Region
 from inlay.streaming.stages import Started, Starting
@@ -26,24 +27,27 @@ class Passage:
     :param run: the calibration, whose batches run in stages
     :param stored: its model
     :param starting: hands over the batches that it starts
-    :param batches: all batches that are to pass
+    :param batches: all batches that are to pass, by their numbers
     """
 
     def __init__(
-        self, run: Run, stored: StoredModel, starting: Starting, batches: Sequence[Any]
+        self, run: Run, stored: StoredModel, starting: Starting, batches: Mapping[int, Any]
     ) -> None:
         self._run, self._stored, self._starting = run, stored, starting
-        varying = varying_sizes(batches)
-        self._batches = [on_device_of(run.model, batch, varying) for batch in batches]
-        self._started: list[Started] = []
+        varying = varying_sizes(list(batches.values()))
+        self._batches = {
+            number: on_device_of(run.model, batch, varying) for number, batch in batches.items()
+        }
+        self._started: dict[int, Started] = {}
 
     def rehearse(self) -> Started:
         """Trace the first batch, and the first block with it, before any weight is read.
 
         :raises ConfigurationError: if the model cannot be cut at its blocks
         """
+        first = next(iter(self._batches.values()))
         with self._refusing():
-            started = self._start(self._batches[0])
+            started = self._start(first)
             before = self._stored.names_of(started.parameters(0))
             block = self._stored.names_of(started.graph.blocks[0].parameters())
             following = self._stored.names_of(started.parameters(1))
@@ -55,13 +59,13 @@ class Passage:
             ):
                 started.run(1, started.run(0, {}))
             # Statistics were wound back, so the batch has to find them anew.
-            return self._start(self._batches[0])
+            return self._start(first)
 
     def start(self) -> None:
         """Trace all batches, as far as their sizes ask for it. Nothing of them runs."""
         with self._refusing():
-            self._started = [self._start(batch) for batch in self._batches]
-        blocks = [list(map(id, started.graph.blocks)) for started in self._started]
+            self._started = {n: self._start(batch) for n, batch in self._batches.items()}
+        blocks = [list(map(id, started.graph.blocks)) for started in self._started.values()]
         if any(each != blocks[0] for each in blocks):
             raise ConfigurationError(
                 "the model cannot be streamed: some batches run through other blocks than others; "
@@ -72,7 +76,8 @@ class Passage:
         """Run all batches through a region whose parameters are loaded; yield after each."""
         stage = region.stage
         assert stage is not None
-        for number, started in enumerate(self._started):
+        for number, started in self._started.items():
+            look_around()
             begin = time.perf_counter()
             known = self._run.compilations
             with running():

@@ -5,7 +5,7 @@ import re
 import threading
 from pathlib import Path
 
-import torch
+from inlay.collectives import from_all_ranks
 
 __all__ = ["MemoryWatch", "anonymous_memory"]
 
@@ -23,10 +23,11 @@ def anonymous_memory() -> int | None:
 
 
 class MemoryWatch:
-    """Notes the peak while it is entered; on an accelerator, that of its memory."""
+    """Notes the peak while it is entered."""
 
     def __init__(self) -> None:
-        self.peak: int | None = None
+        self._own: int | None = None
+        self._of_others: int | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -40,11 +41,13 @@ class MemoryWatch:
         self._note()
 
     @property
-    def peak_on_device(self) -> int | None:
-        """Bytes of an accelerator's memory at their peak; None if there is none."""
-        if not torch.accelerator.is_available():
-            return None
-        return int(torch.accelerator.max_memory_allocated())
+    def peak(self) -> int | None:
+        """Bytes at their peak, in this process or another that it has heard of."""
+        return max((each for each in (self._own, self._of_others) if each), default=None)
+
+    def hear_of_others(self) -> None:
+        """Ask all ranks for their peak so far. Every rank calls it."""
+        self._of_others = max((each for each in from_all_ranks(self._own) if each), default=None)
 
     def _watch(self) -> None:
         while not self._done.wait(_EVERY):
@@ -53,4 +56,4 @@ class MemoryWatch:
     def _note(self) -> None:
         now = anonymous_memory()
         if now is not None:
-            self.peak = max(now, self.peak or 0)
+            self._own = max(now, self._own or 0)

@@ -8,13 +8,29 @@ from torch import nn
 
 from inlay.calibration.blocks import block_modules
 from inlay.checkpoint.stored_model import StoredModel
+from inlay.collectives import from_all_ranks
 from inlay.errors import ConfigurationError
+from inlay.ranks.identity import size
 from inlay.recipe import Plan
 from inlay.streaming.stages import Started
 
-__all__ = ["Region", "Regions"]
+__all__ = ["Region", "Regions", "Use", "uses_of", "uses_of_all_ranks"]
 
 _BEFORE, _REST = "before the blocks", "the rest"
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a batch runs through at once, or would if it came there.
+
+    :param name: of the block, if it is one
+    :param stage: of a batch; None if no batch comes there
+    :param parameters: names of those that are read
+    """
+
+    name: str
+    stage: int | None
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,38 +56,42 @@ class Region:
 class Regions(Sequence[Region]):
     """All regions of a model, in the order in which batches run through them.
 
-    :param started: a batch that shows what the model runs; None if no data is needed
-    :param plan: a weight outside of the blocks whose inputs are observed waits for the last region
+    :param uses: what the model runs, in order
+    :param plan: a weight outside of the blocks whose inputs are observed waits for the last region,
+        and so does a norm in front of it that may be equalized
     :raises ConfigurationError: if the model cannot be cut
     """
 
-    def __init__(self, stored: StoredModel, started: Started | None, plan: Plan) -> None:
+    def __init__(self, stored: StoredModel, uses: Sequence[Use], plan: Plan) -> None:
         model, self._stored = stored.model, stored
-        self._blocks = block_modules(model)
-        if len(self._blocks) < 2:
+        blocks = block_modules(model)
+        self._prefixes = tuple(f"{name}." for name in blocks)
+        if len(blocks) < 2:
             raise ConfigurationError(
-                f"{type(model).__name__} cannot be streamed: it has {len(self._blocks)} blocks, "
+                f"{type(model).__name__} cannot be streamed: it has {len(blocks)} blocks, "
                 "and only a model of at least two can be cut; calibrate it in memory"
             )
-        uses = list(_uses(stored, self._blocks, started))
-        unused = set(stored.names_of(model.parameters())).difference(*(runs for *_, runs in uses))
+        used = {name for use in uses for name in use.parameters}
+        unused = set(stored.names_of(model.parameters())) - used
         # The op that reads such a weight may be left out, as nothing depends on its result.
         waiting = (
             module.weight
             for name, module in model.named_modules(remove_duplicate=False)
-            if plan.observes_in([name]) and not name.startswith(tuple(self._blocks))
+            if plan.observes_in([name]) and not name.startswith(self._prefixes)
         )
         rest = {*unused, *stored.names_of(w for w in waiting if isinstance(w, nn.Parameter))}
-        uses.append((_REST, None, tuple(sorted(rest))))
-        last = {name: number for number, (*_, runs) in enumerate(uses) for name in runs}
+        if plan.recipe.equalize is not None:
+            rest |= self._after_blocks(uses)
+        uses = [*uses, Use(_REST, None, tuple(sorted(rest)))]
+        last = {name: number for number, use in enumerate(uses) for name in use.parameters}
         self._regions = [
             Region(
-                name=name,
-                stage=stage,
-                runs=runs if stage is not None else (),
-                writes=tuple(each for each in runs if last[each] == number),
+                name=use.name,
+                stage=use.stage,
+                runs=use.parameters if use.stage is not None else (),
+                writes=tuple(name for name in use.parameters if last[name] == number),
             )
-            for number, (name, stage, runs) in enumerate(uses)
+            for number, use in enumerate(uses)
         ]
         self._of_weight = {
             id(parameter): last[name]
@@ -80,6 +100,25 @@ class Regions(Sequence[Region]):
         }
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._number = {region.name: number for number, region in enumerate(self._regions)}
+
+    def _after_blocks(self, uses: Sequence[Use]) -> set[str]:
+        """Return the parameters outside of the blocks that are read after the first block.
+
+        :raises ConfigurationError: if blocks share a parameter, which may not be scaled in one of
+            them when another has been written
+        """
+        found: set[str] = set()
+        inside: set[str] = set()
+        for use in uses[1:]:
+            own = {name for name in use.parameters if name.startswith(self._prefixes)}
+            if own & inside:
+                raise ConfigurationError(
+                    f"a streamed run cannot equalize this model: {sorted(own & inside)[0]} belongs "
+                    "to several blocks; leave equalize out, or calibrate in memory"
+                )
+            inside |= own
+            found |= set(use.parameters) - own
+        return found
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self._regions[index]
@@ -91,11 +130,11 @@ class Regions(Sequence[Region]):
         """Read the parameters of a region.
 
         Those outside of the blocks stay in their files until they are used: an embedding may be
-        larger than a block, and few of its rows are.
+        larger than a block, and few of its rows are. So do all over several ranks, for those of one
+        machine to share what was read.
         """
-        prefixes = tuple(f"{name}." for name in self._blocks)
-        inside = [name for name in region.parameters if name.startswith(prefixes)]
-        self._stored.load(inside)
+        inside = [name for name in region.parameters if name.startswith(self._prefixes)]
+        self._stored.load(inside, mapped=size() > 1)
         self._stored.load([n for n in region.parameters if n not in set(inside)], mapped=True)
 
     def belongs_to(self, number: int) -> Callable[[str], bool]:
@@ -122,14 +161,34 @@ class Regions(Sequence[Region]):
         return next((self._number[p] for p in prefixes if p in self._number), len(self) - 1)
 
 
+def uses_of_all_ranks(stored: StoredModel, started: Started | None) -> list[Use]:
+    """Return what the model runs, on ranks without batches too. Every rank calls it.
+
+    :param started: a batch of this rank; None if it has none
+    :raises ConfigurationError: if ranks have batches that run through other blocks
+    """
+    of_ranks = from_all_ranks(None if started is None else uses_of(stored, started))
+    known = [uses for uses in of_ranks if uses is not None] or [uses_of(stored, None)]
+    if any(uses != known[0] for uses in known):
+        raise ConfigurationError(
+            "the model cannot be streamed on several processes: the batches of some run through "
+            "other blocks than those of others; stream it in one process"
+        )
+    return known[0]
+
+
+def uses_of(stored: StoredModel, started: Started | None) -> list[Use]:
+    """Return what the model runs, in order, as far as a batch shows it."""
+    return list(_uses(stored, block_modules(stored.model), started))
+
+
 def _uses(
     stored: StoredModel, blocks: dict[str, nn.Module], started: Started | None
-) -> Iterator[tuple[str, int | None, tuple[str, ...]]]:
-    """Yield what runs, in order: a name, its stage, and the parameters that it reads."""
+) -> Iterator[Use]:
     names = {id(block): name for name, block in blocks.items()}
     reached: list[str] = []
     if started is not None:
-        yield _BEFORE, 0, tuple(stored.names_of(started.parameters(0)))
+        yield Use(_BEFORE, 0, tuple(stored.names_of(started.parameters(0))))
         for stage, block in enumerate(started.graph.blocks, start=1):
             name = names[id(block)]
             if name in reached:
@@ -139,7 +198,7 @@ def _uses(
                 )
             reached.append(name)
             parameters = (*block.parameters(), *started.parameters(stage))
-            yield name, stage, tuple(stored.names_of(parameters))
+            yield Use(name, stage, tuple(stored.names_of(parameters)))
     for name, block in blocks.items():
         if name not in reached:
-            yield name, None, tuple(stored.names_of(block.parameters()))
+            yield Use(name, None, tuple(stored.names_of(block.parameters())))

@@ -49,10 +49,6 @@ class StagedGraph:
         given = zip(self._inputs, args, strict=True)
         return [arg for node, arg in given if node in read and isinstance(arg, nn.Parameter)]
 
-    def kept_before(self, stage: int) -> list[str]:
-        """Names of the values that earlier stages compute, and this or a later one reads."""
-        return list(self._kept[stage])
-
     def lasts(self, name: str, stage: int) -> bool:
         """Whether a value that is kept before a stage is kept after it too."""
         return stage + 1 < len(self.stages) and name in self._kept[stage + 1]
@@ -61,8 +57,8 @@ class StagedGraph:
         """Run one stage.
 
         :param args: what the graph is called with
-        :param values: by name, those of `kept_before` this stage
-        :return: those of `kept_before` the next; after the last, what the graph returns as `output`
+        :param values: by name, those that earlier stages computed and this or a later one reads
+        :return: the same for the next stage; after the last, what the graph returns as `output`
         """
         known: dict[Node, Any] = dict(zip(self._inputs, args, strict=True))
         known.update({node: values[name] for name, node in self._kept[stage].items()})

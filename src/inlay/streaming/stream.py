@@ -1,25 +1,27 @@
 """Calibrating from disk to disk: a model that does not fit into memory, block by block."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inlay.checkpoint.loading import find_tokenizer, load_tokenizer
 from inlay.checkpoint.stored_model import StoredModel
+from inlay.collectives import from_all_ranks
 from inlay.data.batch import digest
 from inlay.data.tokenize import read_rows
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
-from inlay.ranks.identity import size
+from inlay.ranks.together import together
 from inlay.recipe import Recipe
 from inlay.run_record import Record, Stages
+from inlay.statistics.data_seen import DataSeen
 from inlay.streaming.journal import Journal
 from inlay.streaming.peak import MemoryWatch
 from inlay.streaming.worker import Settings, Worker
 from inlay.workflow.calibration_run import Run
-from inlay.workflow.run import read_batches, seen_with
+from inlay.workflow.run import divided, read_batches, require_data, seen_with
 
 __all__ = ["Streamed", "stream"]
 
@@ -29,7 +31,8 @@ class Streamed:
     """What a streamed run has written.
 
     :param folder: the checkpoint, with statistics and report
-    :param peak_memory: bytes that no file backs, at their peak; None where the system does not say
+    :param peak_memory: bytes that no file backs, at the peak of the process that took most; None
+        where the system does not say
     """
 
     folder: Path
@@ -38,6 +41,7 @@ class Streamed:
     peak_memory: int | None
 
 
+@together()
 def stream(
     model: str | os.PathLike[str] | StoredModel,
     recipe: Recipe,
@@ -63,6 +67,10 @@ def stream(
 
     The result is that of `calibrate` and `save`. While it runs, its work is in a folder beside
     `out`, from which an interrupted run goes on.
+
+    Under a process group, all processes call it. Each takes its part of the data, as in
+    `calibrate`, through one block after another; the first writes. `out` is on a disk that all
+    processes see.
 
     :param model: the folder of a model or its name, or what `StoredModel.open` gives for it
     :param data: as in `inlay.calibrate`
@@ -102,9 +110,14 @@ def stream(
             progress=progress,
         )
         _require_streamable(run)
-        calibration = list(batches) if run.plan.needs_data else []
-        for batch in calibration:
+        own = dict(batches.numbered) if run.plan.needs_data else {}
+        for batch in own.values():
             run.data_seen = seen_with(run.data_seen, batch)
+        run.data_parts = tuple(from_all_ranks(run.data_seen))
+        run.data_seen = DataSeen.of_all(run.data_parts)
+        run.data += divided(batches, run.data_parts)
+        if run.plan.needs_data:
+            require_data(run.data_seen)
         settings = Settings(
             max_shard_size=max_shard_size,
             accept=tuple(accept),
@@ -112,12 +125,13 @@ def stream(
             count_padding=count_padding,
             report=report,
         )
-        worker = Worker(run, stored, calibration, settings)
+        run.last_batch = max(own, default=0)
+        worker = Worker(run, stored, own, settings)
         worker.prepare()
         identity = {
             "model": f"{stored.files.identity()} {stored.model.dtype}",
             "recipe": recipe.fields,
-            "data": [digest(batch).hex() for batch in calibration],
+            "data": _digests(own),
             "compiler": compiler,
             "settings": settings.identity(),
         }
@@ -126,6 +140,13 @@ def stream(
         worker.finish(journal, Path(out), overwrite=overwrite, memory=memory)
     record = replace(run.record, stages=stages.as_tuple())
     return Streamed(folder=Path(out), recipe=recipe, record=record, peak_memory=memory.peak)
+
+
+def _digests(own: Mapping[int, Any]) -> list[str]:
+    """Digests of the batches of all ranks, in the order of one process that has all of them."""
+    of_ranks = from_all_ranks({number: digest(batch).hex() for number, batch in own.items()})
+    of_all = {number: found for of_rank in of_ranks for number, found in of_rank.items()}
+    return [of_all[number] for number in sorted(of_all)]
 
 
 def _tokenizer_of(stored: StoredModel, data: Any) -> Any:
@@ -142,18 +163,10 @@ def _tokenizer_of(stored: StoredModel, data: Any) -> Any:
 
 def _require_streamable(run: Run) -> None:
     """Refuse recipes and models that need more than one block at a time."""
-    if size() > 1:
+    if run.plan.needs_second_run:
+        scaled = next(slot for slot in run.plan.slots.values() if slot.sees_scaled)
         raise ConfigurationError(
-            f"a streamed run is that of one process, and there are {size()}; stream without "
-            "torchrun, or leave --stream out"
-        )
-    if run.plan.observes_in(run.plan.experts):
-        raise ConfigurationError(
-            f"a streamed run cannot observe the inputs of each expert yet, such as those of "
-            f"{next(iter(run.plan.experts))}; choose a scheme with dynamic inputs or without, "
-            "ignore the experts in the recipe, or calibrate in memory"
-        )
-    if run.recipe.equalize is not None:
-        raise ConfigurationError(
-            "a streamed run cannot equalize yet; leave equalize out, or calibrate in memory"
+            f"a streamed run goes over the data once, and {scaled.observer}, which observes "
+            f"{scaled.name}, has to see it again once it is equalized; observe inputs with "
+            "static_minmax, leave equalize out, or calibrate in memory"
         )

@@ -1,14 +1,17 @@
 """The work of a streamed run: region by region, then all that belongs to the whole."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from inlay import report as report_page
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.checkpoint.writing import size_of_model
+from inlay.collectives import to_first_rank
 from inlay.data.batch import count_tokens
 from inlay.errors import ConfigurationError
 from inlay.evaluation.compare import Comparison
@@ -18,18 +21,20 @@ from inlay.files import move_into_place, write_atomically
 from inlay.memory import returning_freed_memory
 from inlay.observers import QParamsDict
 from inlay.progress import Bar
-from inlay.recipe import recipe_text
+from inlay.ranks.identity import is_first
+from inlay.recipe import Plan, recipe_text
 from inlay.report.data import LayerError, SlotRecord
 from inlay.report.plain import from_plain, to_plain
 from inlay.statistics.finalize import known_words, qparams_of
 from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
+from inlay.statistics.value import Statistics
 from inlay.streaming.activations import Activations
 from inlay.streaming.comparison import StreamedComparison
 from inlay.streaming.journal import Journal, Written
 from inlay.streaming.parts import CheckpointParts, load_qparams, save_qparams
 from inlay.streaming.passage import Passage
 from inlay.streaming.peak import MemoryWatch
-from inlay.streaming.regions import Region, Regions
+from inlay.streaming.regions import Region, Regions, uses_of_all_ranks
 from inlay.streaming.stages import Starting
 from inlay.workflow.calibration_run import Run
 
@@ -66,22 +71,21 @@ class Settings:
 class Worker:
     """Takes a model through a streamed run.
 
-    :param batches: those that calibrate; none if the recipe needs no data
+    Over ranks, all take their own batches through each region, merge what they observed in it, and
+    search a part of its ranges each; the first writes it while the others go on with the next.
+
+    :param batches: those that calibrate, by their numbers among those of all ranks; none if the
+        recipe needs no data
     """
 
     def __init__(
-        self, run: Run, stored: StoredModel, batches: Sequence[Any], settings: Settings
+        self, run: Run, stored: StoredModel, batches: Mapping[int, Any], settings: Settings
     ) -> None:
         known_words(settings.accept)
         self._run, self._stored, self._settings = run, stored, settings
         self._batches = batches
         self._starting = Starting()
         self._passage: Passage | None = None
-        if run.plan.needs_data and not batches:
-            raise ConfigurationError(
-                "the recipe quantizes activations statically, or weighs weights by them, and there "
-                "is no data to observe; give data"
-            )
 
     def prepare(self) -> None:
         """Trace the model without its weights and cut it into regions.
@@ -94,7 +98,8 @@ class Worker:
             with self._run.stages("tracing and compiling"):
                 self._passage = Passage(self._run, self._stored, self._starting, self._batches)
                 started = self._passage.rehearse()
-        self._regions = Regions(self._stored, started, self._run.plan)
+        uses = uses_of_all_ranks(self._stored, started)
+        self._regions = Regions(self._stored, uses, self._run.plan)
         self._require_padding_left_out()
 
     def work(self, journal: Journal) -> None:
@@ -120,12 +125,11 @@ class Worker:
                     tokens, _ = count_tokens(self._batches[batch])
                     bar.advance(tokens, f"{number + 1} of {len(self._regions)}, {region.name}")
                 with returning_freed_memory():  # of batches too; weights need it now
-                    journal.add(self._written(number, journal, activations))
-                    if region.stage is not None:
-                        activations.drop(region.stage)
+                    self._quantize(number, journal, activations)
                     following = self._regions[number + 1 : number + 2]
                     needed = {name for each in following for name in each.parameters}
                     self._stored.release([n for n in region.parameters if n not in needed])
+                    self._run.equalization.parameters.forget_copies()
 
     def _through(self, region: Region, activations: Activations) -> Iterator[int]:
         if self._passage is None or region.stage is None:
@@ -135,8 +139,8 @@ class Worker:
         if len(self._run.graphs) > known:
             self._require_padding_left_out()
 
-    def _written(self, number: int, journal: Journal, activations: Activations) -> Written:
-        """Quantize and write a region through which all batches have run."""
+    def _quantize(self, number: int, journal: Journal, activations: Activations) -> None:
+        """Quantize a region through which all batches have run, and write it on the first rank."""
         run, region = self._run, self._regions[number]
         plan = run.plan.part(self._regions.belongs_to(number))
         with run.stages(_SEARCHING):
@@ -146,22 +150,59 @@ class Worker:
                 run.weight_of,
                 accept=self._settings.accept,
                 progress=False,
+                before=lambda: run.equalization.apply(run.statistics, self._weight_of, plan),
+                last_batch=run.last_batch,
             )
+        statistics = {**run.statistics.snapshot(plan), **self._observed_outside(number)}
+        values = to_first_rank(activations.complete())
+        if not is_first():
+            return
+        files = self._write(number, plan, qparams, statistics, journal)
+        checks = {name: check for of_rank in values for name, check in of_rank.items()}
+        journal.add(Written(region=region.name, files=files, values=checks))
+        if region.stage is not None:
+            activations.drop(region.stage)
+
+    def _write(
+        self,
+        number: int,
+        plan: Plan,
+        qparams: Mapping[str, QParamsDict],
+        statistics: Mapping[str, Statistics],
+        journal: Journal,
+    ) -> dict[str, tuple[int, str]]:
+        """Write a region; return sizes and digests of its files in the checkpoint."""
+        run = self._run
         folder = journal.region_folder(number)
         folder.mkdir(parents=True, exist_ok=True)
         with run.stages(_WRITING):
             files = self._parts.write(number, plan, qparams)
             save_qparams(qparams, folder / _QPARAMS)
-            StoredStatistics(recipe=run.recipe.fields, slots=run.statistics.snapshot(plan)).save(
-                folder
-            )
+            StoredStatistics(
+                recipe=run.recipe.fields,
+                slots=statistics,
+                **run.equalization.decided(plan),
+            ).save(folder)
             if self._settings.report:
                 slots = slot_records(run, plan, qparams)
                 layers = weight_errors(plan, qparams, run.weight_of)
-                content = {"slots": to_plain(slots), "layers": to_plain(layers)}
-                write_atomically(folder / _SHOWN, json.dumps(content))
-        values = activations.complete()
-        return Written(region=region.name, files=files, values=values)
+                refused = run.equalization.refused.items()
+                unequalized = {name: why for name, why in refused if plan.of_module(name)}
+                shown = _Shown(slots=slots, layers=layers, unequalized=unequalized)
+                write_atomically(folder / _SHOWN, json.dumps(to_plain(shown)))
+        return files
+
+    def _observed_outside(self, number: int) -> dict[str, Statistics]:
+        """What all ranks have observed outside of the blocks, up to and including a region.
+
+        It belongs to the last region, but batches pass there once, so an interrupted run needs it.
+        """
+        last = len(self._regions) - 1
+        part = self._run.plan.part(self._regions.belongs_to(last))
+        if number == last or not part.needs_data:
+            return {}
+        self._run.statistics.merge_ranks(part, last_batch=self._run.last_batch)
+        return self._run.statistics.snapshot(part)
 
     def _take_up(self, journal: Journal, activations: Activations) -> None:
         """Go on where an interrupted run has stopped, if there was one."""
@@ -174,7 +215,18 @@ class Worker:
             )
         for number in range(done):
             stored = StoredStatistics.load(journal.region_folder(number))
-            self._run.statistics.restore(stored.slots)
+            # What all ranks have seen so far outside of the blocks counts once.
+            self._run.statistics.restore(
+                {
+                    name: known
+                    for name, known in stored.slots.items()
+                    if is_first() or self._regions.number_of(known.slot.module) < done
+                }
+            )
+            self._run.equalization.take_up(stored, self._weight_of)
+            if self._settings.report:
+                refused = self._shown(journal, number).unequalized
+                self._run.equalization.collected.restore_refused(refused)
         stages = [region.stage for region in self._regions[done:] if region.stage is not None]
         if self._passage is None or not stages:
             return
@@ -182,7 +234,7 @@ class Worker:
             self._passage.start()
         self._run.expect(len(self._batches) * len(stages))
         if stages[0] > 0:
-            activations.restore(stages[0], len(self._batches), journal.written[-1].values)
+            activations.restore(stages[0], self._batches, journal.written[-1].values)
 
     def _bar(self, journal: Journal) -> Bar:
         left = self._regions[len(journal.written) :]
@@ -190,12 +242,18 @@ class Worker:
         return Bar("streaming", total=steps or None, unit="tokens", show=self._run.show_progress)
 
     def _require_padding_left_out(self) -> None:
-        padded = any(count_tokens(batch)[1] for batch in self._batches)
+        padded = any(count_tokens(batch)[1] for batch in self._batches.values())
         if padded and not self._settings.count_padding:
             self._run.require_padding_left_out()
 
     def finish(self, journal: Journal, out: Path, *, overwrite: bool, memory: MemoryWatch) -> None:
-        """Write what belongs to the whole, and put the folder in its place."""
+        """Write what belongs to the whole, and put the folder in its place.
+
+        The first rank does so, and compares; the others wait for it.
+        """
+        memory.hear_of_others()
+        if not is_first():
+            return
         run, folder = self._run, journal.checkpoint
         device = next(run.model.parameters()).device
         numbers = range(len(self._regions))
@@ -214,13 +272,20 @@ class Worker:
         move_into_place(folder, out, overwrite=overwrite)
         journal.remove()
 
+    def _weight_of(self, module: str) -> torch.Tensor:
+        return self._run.model.get_parameter(f"{module}.weight")
+
+    @staticmethod
+    def _shown(journal: Journal, number: int) -> "_Shown":
+        file = journal.region_folder(number) / _SHOWN
+        return from_plain(_Shown, json.loads(file.read_text(encoding="utf-8")), file.name)
+
     def _report(self, journal: Journal, sizes: tuple[int, int], memory: MemoryWatch) -> None:
         run = self._run
         slots: list[SlotRecord] = []
         layers: list[LayerError] = []
         for number in range(len(self._regions)):
-            file = journal.region_folder(number) / _SHOWN
-            shown = from_plain(_Shown, json.loads(file.read_text(encoding="utf-8")), file.name)
+            shown = self._shown(journal, number)
             slots += shown.slots
             layers += shown.layers
         places = {name: place for place, name in enumerate(run.plan.modules_of(run.model))}
@@ -248,7 +313,11 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
-    """What a report shows of a region."""
+    """What a report shows of a region.
+
+    :param unequalized: why the inputs of modules are not equalized, by module
+    """
 
     slots: tuple[SlotRecord, ...]
     layers: tuple[LayerError, ...]
+    unequalized: dict[str, str]

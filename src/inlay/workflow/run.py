@@ -24,7 +24,7 @@ from inlay.statistics.on_disk import StoredStatistics
 from inlay.workflow.calibration_run import Run
 from inlay.workflow.keeping import Keeper
 
-__all__ = ["calibrate", "read_batches", "requantize", "seen_with"]
+__all__ = ["calibrate", "divided", "read_batches", "requantize", "require_data", "seen_with"]
 
 _SEARCHING = "searching ranges"
 
@@ -98,7 +98,7 @@ def calibrate(
         _observe_all(run, batches, keeper, count_padding)
     with stages(_SEARCHING):
         run.finalize(accept=accept)
-    run.data += _divided(batches, run.data_parts)
+    run.data += divided(batches, run.data_parts)
     keeper.finish(run)
     return run
 
@@ -200,7 +200,15 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
             bar.advance(tokens, run.tier)
             keeper.note(run, number, batch)
     keeper.require_all_met()
-    if not any(from_all_ranks(run.data_seen.batches)):
+    require_data(DataSeen.of_all(from_all_ranks(run.data_seen)))
+
+
+def require_data(seen: DataSeen) -> None:
+    """Refuse to go on without any data.
+
+    :param seen: the data of all ranks
+    """
+    if not seen.batches:
         raise ConfigurationError(
             "the recipe quantizes activations statically, or weighs weights by them, and there is "
             "no data to observe; give data"
@@ -213,7 +221,7 @@ def _label(run: Run) -> str:
     return "calibrating, run 2 of 2" if run.statistics.is_second_run else "calibrating, run 1 of 2"
 
 
-def _divided(batches: Batches, parts: Sequence[DataSeen]) -> str:
+def divided(batches: Batches, parts: Sequence[DataSeen]) -> str:
     """Say how the data was divided over several processes, if it was."""
     counts = [part.batches for part in parts]
     if len(counts) < 2 or not any(counts):

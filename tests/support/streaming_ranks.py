@@ -1,0 +1,111 @@
+"""Runs of `inlay.stream` on ranks and alone. In a module of its own, for them to import."""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+import inlay
+from inlay.checkpoint.stored_model import StoredModel
+from inlay.ranks import together
+from inlay.streaming import worker
+from inlay.streaming.regions import Regions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run of `stream`.
+
+    :param own: ready batches for each rank, in place of rows that are divided
+    :param stop: a rank, the number of the region that it never writes or leaves, and how it ends
+    """
+
+    model: Path
+    out: Path
+    recipe: inlay.Recipe
+    data: Any = None
+    own: tuple[Any, ...] = ()
+    stop: tuple[int, int, str] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Stream, and say what is known on this rank then."""
+    torch._dynamo.reset()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    stored = StoredModel.open(job.model)
+    data = job.own[rank] if job.own else job.data
+    options = {"compiler": "eager", "held_out": 0, **job.options}
+    with _stopping(job.stop, rank), _noting() as noted:
+        done = inlay.stream(stored, job.recipe, data, out=job.out, **options)
+    return {"data": done.record.data, "tokens": done.record.tokens, **noted}
+
+
+@contextmanager
+def _noting() -> Iterator[dict[str, Any]]:
+    """Count collectives, and note which parameters of blocks were copied from their files."""
+    noted: dict[str, Any] = {"collectives": Counter(), "copied": []}
+    names = ("all_reduce", "all_gather_object", "gather_object")
+    kept = {name: getattr(dist, name) for name in names}
+    load = Regions.load
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            noted["collectives"][name] += 1
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    def loaded(self: Regions, region: Any) -> None:
+        load(self, region)
+        mapped = list(_mapped_from_files())
+        for name in region.parameters:
+            place = self._stored.model.get_parameter(name).data_ptr()
+            if not any(place in part for part in mapped):
+                noted["copied"].append(name)
+
+    Regions.load = loaded  # type: ignore[method-assign]
+    for name in names:
+        setattr(dist, name, counted(name))
+    try:
+        yield noted
+    finally:
+        Regions.load = load  # type: ignore[method-assign]
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def _mapped_from_files() -> Iterator[range]:
+    """The addresses of this process that stand for parts of safetensors files."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(".safetensors"):
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            yield range(begin, end)
+
+
+@contextmanager
+def _stopping(stop: tuple[int, int, str] | None, rank: int) -> Iterator[None]:
+    """End a rank when its batches have run through a region, if one is to end."""
+    quantize, lost = worker.Worker._quantize, together._LOST
+
+    def stopped(self: Any, number: int, *args: Any) -> None:
+        if stop is not None and stop[:2] == (rank, number):
+            if stop[2] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise MemoryError(stop[2])
+        quantize(self, number, *args)
+
+    worker.Worker._quantize = stopped  # type: ignore[method-assign]
+    if stop is not None and stop[2] == "kill":
+        together._LOST = 5.0  # a busy machine may keep a process from running for a while
+    try:
+        yield
+    finally:
+        worker.Worker._quantize, together._LOST = quantize, lost  # type: ignore[method-assign]
