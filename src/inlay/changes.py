@@ -26,7 +26,7 @@ class Held:
     def changed(self) -> list[str]:
         """Names of the places that hold something else now, and of what in them does."""
         return [
-            ".".join(filter(None, (name, key)))
+            ".".join(filter(None, (name, str(key))))
             for name, place, before in self._places
             for key in _difference(before, _contents(place))
         ]
@@ -34,35 +34,35 @@ class Held:
     def put_back(self) -> None:
         """Have all places hold what they held."""
         for _, place, before in self._places:
-            now = _contents(place)
-            differing = _difference(before, now)
+            differing = _difference(before, _contents(place))
             if not differing:
                 continue
             if not isinstance(before, dict):
                 place.clear()
                 place.update(before) if isinstance(place, set) else place.extend(before)
                 continue
-            for key in [key for key in now if key not in before]:
-                _delete(place, key)
-            for key, value in before.items():
-                if key not in now or now[key] is not value:
-                    _set(place, key, value)
+            for key in differing:
+                if key in before:
+                    _set(place, key, before[key])
+                else:
+                    _delete(place, key)
 
 
 def _contents(place: Any) -> dict[Any, Any] | list[Any]:
-    """What a place holds, but for names that Python, Dynamo and Inlay have made up."""
     if isinstance(place, (type, dict)):
-        named = vars(place) if isinstance(place, type) else place
-        made_up = ("__", "_inlay_")
-        return {key: value for key, value in named.items() if not str(key).startswith(made_up)}
+        return dict(vars(place) if isinstance(place, type) else place)
     return list(place)
 
 
-def _difference(before: Any, now: Any) -> list[str]:
-    """The keys of what differs; a word for a list that does."""
+def _difference(before: Any, now: Any) -> list[Any]:
+    """The keys of what differs, but for names that Python, Dynamo and Inlay have made up.
+
+    Of a list that differs, an empty word.
+    """
     if isinstance(before, dict):
-        keys = [*before, *(key for key in now if key not in before)]
-        return [str(key) for key in keys if before.get(key, _GONE) is not now.get(key, _GONE)]
+        keys = [key for key in before if now.get(key, _GONE) is not before[key]]
+        keys += [key for key in now if key not in before]
+        return [key for key in keys if not str(key).startswith(("__", "_inlay_"))]
     same = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
     return [] if same else [""]
 
