@@ -49,8 +49,11 @@ class Held:
 
 
 def _contents(place: Any) -> dict[Any, Any] | list[Any]:
-    if isinstance(place, (type, dict)):
-        return dict(vars(place) if isinstance(place, type) else place)
+    if isinstance(place, type):
+        return dict(vars(place))
+    if isinstance(place, dict):
+        # Not by asking it: the activations of transformers make a module of what they hold.
+        return dict(dict.items(place))
     return list(place)
 
 
