@@ -226,10 +226,12 @@ class Equalization:
             scales,
             device_of=lambda name: ranges[named[name]][0].device,
         )
-        if part is None:
-            self._scales = {}
-        for name, (strength, values) in chosen.items():
-            self._scales[named[name]] = Scales(values=values, strength=strength)
+        before = {} if part is None else self._scales
+        now = {
+            named[name]: Scales(values=values, strength=strength)
+            for name, (strength, values) in chosen.items()
+        }
+        self._scales = {**before, **now}
         self._scale_parameters()
 
     def _scale_parameters(self) -> None:
