@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,12 +21,17 @@ from inlay.graph import (
     stamp,
     weight_use,
 )
+from inlay.nodes.compare_experts import CompareExperts
 from inlay.nodes.compare_layer import POWERS, BatchMask, CompareLayer
+from inlay.nodes.experts import QuantizeExperts
 from inlay.nodes.quantize import QuantizeDequantize
+from inlay.nodes.routing import routing_of
 from inlay.observers import QParamsDict
 from inlay.recipe import Slot
 
 __all__ = ["CompareLayers"]
+
+_COMPARING = (CompareLayer, CompareExperts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,8 @@ class CompareLayers(Pass):
 
     The node feeds the layer the same input with input and weight quantized, and adds the powers of
     signal and error to sums that are inputs of the graph, as is the mask of the batch that tells it
-    what is padding. The graph has to run op by op.
+    what is padding. A product with the weights of many experts is compared for each expert. The
+    graph has to run op by op.
     """
 
     qparams: Mapping[str, QParamsDict]
@@ -50,7 +57,7 @@ class CompareLayers(Pass):
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
-        compared = {n.args[1] for n in gm.graph.nodes if isinstance(n.target, CompareLayer)}
+        compared = {n.args[1] for n in gm.graph.nodes if isinstance(n.target, _COMPARING)}
         modified = False
         for node in list(gm.graph.nodes):
             slots = {
@@ -59,7 +66,7 @@ class CompareLayers(Pass):
                 if base_name in ("weight", "input") and slot.is_quantized(self.qparams)
             }
             use = weight_use(gm, node)
-            if use is None or use.kind != "linear":
+            if use is None or use.kind not in ("linear", "experts"):
                 continue
             if not slots or use.value is None or use.output in compared:
                 continue
@@ -85,18 +92,25 @@ class CompareLayers(Pass):
         sums = torch.zeros(len(POWERS), dtype=torch.float64)
         errors = add_input(gm.graph, SlotInput(any_slot.name, "errors"), sums, self.name)
         batch = add_input(gm.graph, SlotInput(any_slot.name, "batch"), BatchMask(), self.name)
-        quantize: QuantizeDequantize | None = None
-        qparams: dict[str, Node] = {}
-        if "input" in slots:
-            read = slots["input"]
+        args = [use.value, use.output, weight, folded, errors, batch]
+        routing = routing_of(node) if use.kind == "experts" else None
+        read = slots.get("input")
+        names: tuple[str, ...] = ()
+        if read is not None:
             assert use.value is not None
             qparams = add_qparams(
                 gm.graph, read.name, read.used_of(self.qparams), fake_value(use.value), self.name
             )
-            quantize = QuantizeDequantize(read.args, tuple(qparams))
+            args += qparams.values()
+            names = tuple(qparams)
         with gm.graph.inserting_after(use.output):
-            compare: Node = gm.graph.call_function(
-                CompareLayer(quantize),
-                (use.value, use.output, weight, folded, errors, batch, *qparams.values()),
-            )
+            if routing is None:
+                layer = CompareLayer(None if read is None else QuantizeDequantize(read.args, names))
+                compare: Node = gm.graph.call_function(layer, tuple(args))
+            else:
+                experts = CompareExperts(
+                    None if read is None else QuantizeExperts(read.args, names)
+                )
+                whose: dict[str, Any] = {"ends": routing.ends, "token_of_row": routing.tokens}
+                compare = gm.graph.call_function(experts, tuple(args), whose)
         return stamp(compare, self.name)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from inlay.equalization.channels import LayoutError
 from inlay.equalization.ops import Refusal, quantizes_linear, weight_source
-from inlay.equalization.search import Search, uses_of_parameters
+from inlay.equalization.search import Search
+from inlay.equalization.uses import uses_of_parameters
 from inlay.graph import (
     Equalizable,
     Pass,
@@ -18,6 +18,7 @@ from inlay.graph import (
     mark_equalizable,
     require_whole,
     slots_of,
+    weight_use,
 )
 from inlay.recipe import Plan, channels_of
 
@@ -58,8 +59,9 @@ class FindEqualizable(Pass):
                 continue
             search = Search(gm)
             try:
+                self._require_own_ranges(gm, node)
                 search.run(node)
-            except (Refusal, LayoutError) as reason:
+            except Refusal as reason:
                 refused.append((weight_source(gm, node), str(reason)))
                 continue
             groups.append(search)
@@ -76,3 +78,11 @@ class FindEqualizable(Pass):
             channels = channels_of(slots)
             modified |= annotate(node, {**slots, channels.base_name: channels})
         return PassResult(gm, modified)
+
+    def _require_own_ranges(self, gm: GraphModule, node: Node) -> None:
+        use = weight_use(gm, node)
+        if use is not None and use.kind == "experts" and self.plan.experts_share_ranges:
+            raise Refusal(
+                f'experts="{self.plan.recipe.experts}" gives experts the range of their layer, and '
+                "equalization gives each channels of its own size"
+            )

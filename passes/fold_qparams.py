@@ -124,13 +124,8 @@ class FoldQParams(Pass):
             inputs = add_qparams(
                 gm.graph, owner, slot.used_of(self.qparams), fake_value(value), self.name
             )
-            routing = _routing_of(gm, node) if inputs else None
-            # Scales that are computed from the value follow each row by itself.
-            target: QuantizeDequantize = (
-                QuantizeDequantize(slot.args, tuple(inputs))
-                if routing is None
-                else QuantizeExperts(slot.args, tuple(inputs))
-            )
+            routing = _routing_of(gm, node)
+            kind = QuantizeDequantize if routing is None else QuantizeExperts
             whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
             at = (
                 gm.graph.inserting_after(value)
@@ -138,7 +133,9 @@ class FoldQParams(Pass):
                 else gm.graph.inserting_before(node)
             )
             with at:
-                quantized = gm.graph.call_function(target, (value, *inputs.values()), whose)
+                quantized = gm.graph.call_function(
+                    kind(slot.args, tuple(inputs)), (value, *inputs.values()), whose
+                )
             quantized.meta["example_value"] = fake_value(value)
             quantized.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
             done[key] = stamp(quantized, self.name)

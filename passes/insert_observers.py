@@ -1,7 +1,8 @@
 """Put observers into the graph."""
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,34 +125,49 @@ class InsertObservers(Pass):
         experts: int | None,
         everywhere: Everywhere | None,
     ) -> None:
-        is_output = slot.base_name == "output"
-        at = graph.inserting_after(value) if is_output else graph.inserting_before(node)
         rule = Rule(slot)
         if slot.base_name == "weight":
-            with at:
-                observe = graph.call_function(ObserveWeight(rule), (value,))
-        else:
-            fake = fake_value(value)
+            with graph.inserting_before(node):
+                self._mark(graph.call_function(ObserveWeight(rule), (value,)), node, slot)
+            return
+        for observed, ends, first in _observed(node, value, experts, everywhere):
+            fake = fake_value(observed)
             if not isinstance(fake, torch.Tensor):
                 raise GraphError(
-                    f"node {value.name}, observed as {slot.name}, has no shape; trace with example "
-                    "inputs, or call inlay.graph.propagate_shapes first"
+                    f"node {observed.name}, observed as {slot.name}, has no shape; trace with "
+                    "example inputs, or call inlay.graph.propagate_shapes first"
                 )
-            routing = None if experts is None else routing_of(node)
-            whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
-            if everywhere is not None and routing is not None and experts is not None:
-                value, whose["ends"] = everywhere.value(node, value, routing, experts)
-                fake = fake_value(value)
             target = targets.find(rule, fake, experts)
+            if isinstance(target, ObserveExperts):
+                target = replace(target, first=first)
             inputs = [
                 add_input(graph, SlotInput(slot.name, key), tensor, self.name)
                 for key, tensor in target.fake_inputs(fake).items()
             ]
-            with at:
-                observe = graph.call_function(target, (value, *inputs), whose)
+            whose: dict[str, Any] = {} if ends is None else {"ends": ends}
+            is_output = slot.base_name == "output"
+            with graph.inserting_after(value) if is_output else graph.inserting_before(node):
+                self._mark(graph.call_function(target, (observed, *inputs), whose), node, slot)
+
+    def _mark(self, observe: Node, node: Node, slot: Slot) -> None:
         mark_observer(observe, (slot,))
         observe.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
         stamp(observe, self.name)
+
+
+def _observed(
+    node: Node, value: Node, experts: int | None, everywhere: Everywhere | None
+) -> Iterator[tuple[Node, Node | None, int]]:
+    """Yield what is observed of a value: itself, or what chunks of experts would be given.
+
+    :return: the value, where the rows of each expert end, and the number of the first expert
+    """
+    routing = None if experts is None else routing_of(node)
+    if routing is None or experts is None or everywhere is None:
+        yield value, None if routing is None else routing.ends, 0
+        return
+    for chunk, rows, ends in everywhere.values(node, value, routing, experts):
+        yield rows, ends, chunk.start
 
 
 def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:

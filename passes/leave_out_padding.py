@@ -88,7 +88,7 @@ def _mask_of(node: Node, masks: dict[str, Node], of: object) -> Node | None:
 def _fits(value: torch.Tensor, mask: torch.Tensor, rule: Rule) -> bool:
     """Tell whether the observations in a value are the tokens of the mask, in that order."""
     batch, tokens = mask.shape
-    if rule.slot.args.strategy == "token":
+    if rule.slot.args.strategy == "token" and not rule.slot.is_channels:
         return False
     if rule.slot.is_attention:
         return sizes_are_equal(value.shape[0], batch) and sizes_are_equal(value.shape[2], tokens)

@@ -16,12 +16,14 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "TorchDispatchMode",
     "adopt_calling_convention",
     "allow_real_tensors",
     "compile_options",
@@ -57,6 +59,7 @@ __all__ = [
 # OpOverload, HigherOrderOperator: the types of ops in exported graphs and of ops that call graphs,
 # to ask what they mutate and what they run. torch 2.0; both are in every exported graph, so a
 # rename would be announced.
+# TorchDispatchMode: to see every op that runs. torch 1.13; it is documented, if not public.
 
 
 def written_arguments(op: OpOverload) -> list[tuple[int, str]]:

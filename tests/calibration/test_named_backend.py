@@ -179,3 +179,18 @@ def test_models_that_are_dropped_are_freed() -> None:
     kept = used()
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
+
+
+def test_a_second_model_of_the_class_is_told_what_to_do() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
+    x, chosen = torch.randn(2, 4), options()
+    for model in models:
+        with torch.no_grad():
+            torch.compile(model, backend="inlay", options=chosen)(x)
+    inlay.finalize(models[0])
+    with pytest.raises(inlay.ConfigurationError, match=r"another Sequential.*compiler\.reset\(\)"):
+        inlay.finalize(models[1])
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(models[1], backend="inlay", options=chosen)(x)
+    assert inlay.finalize(models[1]).keys() == inlay.finalize(models[0]).keys()

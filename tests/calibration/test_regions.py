@@ -268,12 +268,24 @@ class LateForSome(Block):
 
 
 def test_a_batch_is_not_counted_twice_by_blocks_before_one_that_breaks() -> None:
+    """What was observed of it is forgotten, if the model was traced anew for it."""
     model = Stack(LateForSome)
     calibration = Calibration(model, RECIPES["static"](), compiler="eager")
-    calibration.observe(torch.randn(2, 4))
+    slot = calibration.plan.slots["blocks.0.fc.input"]
+    for tokens in (2, 5, 6):
+        calibration.observe(torch.randn(tokens, 4))
+    assert calibration.statistics.seen(slot) == 3
+    assert calibration.statistics.snapshot()[slot.name].tokens == 2 + 5 + 6
+
+
+def test_a_batch_that_would_be_counted_twice_is_refused() -> None:
+    """The graph around the blocks is one that ran before."""
+    model = Stack(LateForSome)
+    calibration = Calibration(model, RECIPES["static"](), compiler="eager")
+    for tokens in (2, 3):
+        calibration.observe(torch.randn(tokens, 4))
     with pytest.raises(GraphError, match="would count it twice"):
         calibration.observe(torch.randn(5, 4))
-    assert calibration.statistics.seen(calibration.plan.slots["blocks.0.fc.input"]) == 2
 
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [3, 5, 4, 7]])

@@ -250,8 +250,10 @@ def test_check_needs_no_weights(folder: Path, tmp_path: Path) -> None:
     assert result.stdout.splitlines() == [
         "LlamaForCausalLM with random weights and at most 1 layers:",
         "  right: statistics of 7 slots are those of eager observers",
+        "  right: without padding, statistics of 7 slots are those of the tokens alone",
         "  right: the finalized graph computes what compressed-tensors computes",
         "  right: the checkpoint loads back and computes what the graph does",
+        "  not checked: sequences one by one, as all observers weigh batches by their order",
     ]
 
 

@@ -112,6 +112,25 @@ def test_dynamic_scales_and_importance_see_the_equalized_model() -> None:
     assert float((result - model(X)).norm() / model(X).norm()) < 0.05
 
 
+@pytest.mark.parametrize("scheme", ["W8A8", "W8A8_STATIC", "W4A16"])
+def test_padding_is_left_out_of_channels(scheme: str) -> None:
+    """Also where inputs have scales per token, so that nothing else of them is observed."""
+    model = llama(hidden_size=128, intermediate_size=128)
+    padded = batch(model, rows=1)
+    padded["attention_mask"][:, 4:] = 0
+    data = {name: value[:, :4] for name, value in padded.items()}
+    found = []
+    for inputs in (padded, data):
+        wanted = Recipe.from_preset(scheme, ignore=["lm_head"], equalize=0.5)
+        calibration = Calibration(model, wanted, compiler="eager", progress=False)
+        calibration.observe(**inputs)
+        calibration.require_padding_left_out()
+        found.append(calibration.stored().slots["model.layers.0.mlp.down_proj.channels"])
+    assert found[0].tokens == found[1].tokens == 4
+    for name, expected in found[1].tensors.items():
+        torch.testing.assert_close(found[0].tensors[name], expected)
+
+
 def test_explain_says_what_is_equalized_and_what_is_not() -> None:
     calibration = calibrated(Blocks(Form(mlp="gelu")).eval(), 0.5, X)
     text = calibration.explain()

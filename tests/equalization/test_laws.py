@@ -1,5 +1,6 @@
 """Equalization changes what is quantized, and nothing that the model computes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -123,27 +124,41 @@ def gpt_neox() -> nn.Module:
     return GPTNeoXForCausalLM(GPTNeoXConfig(**config, **sizes))
 
 
-def falcon() -> nn.Module:
-    return FAMILIES["falcon"](new_decoder_architecture=True, num_kv_heads=2, activation="relu")
+def falcon(**layout: Any) -> Callable[[], nn.Module]:
+    return lambda: FAMILIES["falcon"](activation="relu", **layout)
 
 
-@pytest.mark.parametrize("build", [phi3, gpt_neox, falcon])
+# Rows of a weight as a grid, and which of them are values: with heads of size 8, Phi-3 has values
+# after queries and keys, GPT-NeoX has them in every head, and Falcon has one head of values for
+# all queries, or one for each head, or one for each group of heads.
+FUSED = {
+    "phi3": (phi3, ((64, 48, 16),)),
+    "gpt_neox": (gpt_neox, ((4, 0, 4), (24, 16, 8))),
+    "falcon": (falcon(), ((6, 5, 1), (8, 0, 8))),
+    "falcon_by_head": (falcon(multi_query=False), ((4, 0, 4), (3, 2, 1), (8, 0, 8))),
+    "falcon_by_group": (
+        falcon(new_decoder_architecture=True, num_kv_heads=2),
+        ((2, 0, 2), (4, 3, 1), (8, 0, 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
 @torch.no_grad()
-def test_fused_projections(build: Any) -> None:
+def test_fused_projections(name: str) -> None:
     """Values among queries and keys, and up beside gate, are rows of one weight."""
+    build, rows = FUSED[name]
     torch.manual_seed(0)
     model = with_outliers(build())
     calibration = calibrated(model, 0.7, ignore=["re:.*(lm_head|embed_out)"])
     inputs = batch(model)
     calibration.observe(**inputs)
     calibration.finalize()
-    # Falcon takes its values by an index, which may be any values.
-    refused = calibration.equalization.refused
-    assert set(refused.values()) == ({"it is indexed by values"} if build is falcon else set())
-    # Two norms to their readers, values to the output, and up to down, in each of two blocks.
-    by_rows = [each for each in calibration.equalization.done if each.group.producers[0].rows]
-    assert len(by_rows) == {phi3: 4, gpt_neox: 2, falcon: 0}[build]
-    assert len(calibration.equalization.done) == (6 if build is falcon else 8)
+    assert not calibration.equalization.refused
+    # The output of attention reads values.
+    by_rows = [each.group for each in calibration.equalization.done if each.group.producers[0].rows]
+    values = [group for group in by_rows if "down" not in group.name]
+    assert [group.producers[0].rows for group in values] == [rows, rows]
     plain, equalized = (
         model(**inputs)[0],
         functional_call(model, parameters(calibration), (), inputs)[0],

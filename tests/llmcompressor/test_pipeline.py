@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from families import bert, gemma3, llama, mixtral, qwen3
+from families import bert, gemma3, llama, mixtral, qwen3, qwen3_moe
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.observers import mse
 from peer import (
     CACHE,
     EAGER,
+    HEAD,
     STATIC,
     assert_same_tensors,
     batches,
@@ -131,6 +132,20 @@ def test_embeddings_and_the_head_of_a_language_model_are_untied() -> None:
 def test_experts_that_see_their_own_tokens_only() -> None:
     options = {"moe_calibrate_all_experts": False}
     assert_equal_to("basic", static, lambda: small("mixtral"), **options)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("name", ["FP8", "NVFP4"])
+def test_static_inputs_of_experts(name: str, everywhere: bool) -> None:
+    """The peer takes experts out of their parameter, so they are modules to Inlay."""
+
+    def build() -> nn.Module:
+        return qwen3_moe(num_hidden_layers=1)
+
+    def recipe() -> Any:
+        return preset(name, ignore=[HEAD, "re:.*mlp[.]gate$"])
+
+    assert_equal_to("basic", recipe, build, moe_calibrate_all_experts=everywhere)
 
 
 def test_batches_of_different_lengths() -> None:

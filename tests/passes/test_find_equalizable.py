@@ -230,6 +230,15 @@ def _interleaved_attention(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
 
 
+def _indexed_attention(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Queries, keys and values of a head by their numbers, as in Falcon."""
+    batch, tokens, _ = x.shape
+    qkv = self.qkv(self.norm(x)).view(batch, tokens, 2, 3, 2)
+    q, k, v = (qkv[..., number, :].transpose(1, 2) for number in range(3))
+    out = F.scaled_dot_product_attention(q, k, v)
+    return self.o(out.transpose(1, 2).reshape(batch, tokens, -1))
+
+
 @pytest.mark.parametrize("how", ["dynamo", "export"])
 @pytest.mark.parametrize(
     ("forward", "width", "rows"),
@@ -237,6 +246,7 @@ def _interleaved_attention(self: Any, x: torch.Tensor) -> torch.Tensor:
         (_fused_attention, 8, ((8, 6, 2),)),
         (_sliced_attention, 8, ((8, 6, 2),)),
         (_interleaved_attention, 12, ((2, 0, 2), (6, 4, 2))),
+        (_indexed_attention, 12, ((2, 0, 2), (3, 2, 1), (2, 0, 2))),
     ],
 )
 def test_values_in_a_projection_of_queries_and_all(
@@ -286,6 +296,9 @@ def test_readers_share_a_group_also_behind_a_view() -> None:
         (lambda s, x: s.short(s.a(x)[..., ::2]), "a part of its channels is read"),
         (lambda s, x: s.fc(F.layer_norm(x, (4,))), "no weight for each channel"),
         ((lambda s, x: (lambda h: s.fc(h / h))(s.a(x))), "div also reads it by another way"),
+        (lambda s, x: s.fc(s.a(x).to(torch.int32).to(x.dtype)), "to rounds it"),
+        (lambda s, x: s.fc(torch.div(s.a(x), 2, rounding_mode="floor")), "div rounds it"),
+        (lambda s, x: (lambda h: s.fc(h[:, -1]) + h[:, 0])(s.a(x)), "add reads it too"),
     ],
 )
 def test_reasons(forward: Any, reason: str) -> None:

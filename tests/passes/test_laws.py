@@ -15,6 +15,7 @@ from inlay.graph import observes
 from inlay.passes import (
     Annotate,
     CompareLayers,
+    FindEqualizable,
     FoldQParams,
     InlineCalls,
     InsertObservers,
@@ -27,6 +28,7 @@ from inlay.passes import (
     RemoveObservers,
     ShareObservers,
     SpeedUpProducts,
+    UseEqualized,
 )
 from inlay.recipe import Plan
 from inlay.testing import Check, PassSubject, checks_of, parametrize_with_checks
@@ -46,6 +48,7 @@ INPUTS = Recipe(
         }
     )
 )
+EQUALIZED = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"}, equalize=0.5)
 MINMAX = OutlineObservers(observers=frozenset({"static_minmax"}))
 laws = examples(15)
 
@@ -111,7 +114,10 @@ ON_GENERATED = [
     PassSubject(FoldQParams, after=SHARED),
     PassSubject(RemoveObservers(), after=SHARED),
     PassSubject(CompareLayers, after=(InlineCalls, Annotate)),
-    PassSubject(SpeedUpProducts(smallest=1), after=SHARED, tolerance=1e-5),
+    PassSubject(FindEqualizable, after=(InlineCalls, Annotate), recipe=EQUALIZED),
+    PassSubject(UseEqualized, after=SHARED),
+    # It rounds otherwise, which moves what is quantized: it runs on graphs that observe alone.
+    PassSubject(SpeedUpProducts(smallest=1), after=(*SHARED, LeaveOutPadding), tolerance=1e-5),
 ]
 
 

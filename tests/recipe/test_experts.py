@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from families import batch, deepseek_v3, glm4_moe, gpt_oss, mixtral, olmoe, qwen3_moe
+from families import (
+    batch,
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    granite_moe,
+    mixtral,
+    olmoe,
+    qwen3_moe,
+)
 from peer import assert_same_tensors, batches, preset, quantized
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -35,7 +44,7 @@ PRESETS = ["W4A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16"]
 
 
 def model_of(family: Any) -> Any:
-    of_family = {mixtral: {}, olmoe: {}, deepseek_v3: LATE, glm4_moe: LATE}
+    of_family = {mixtral: {}, olmoe: {}, granite_moe: {}, deepseek_v3: LATE, glm4_moe: LATE}
     return family(**{**SIZES, **of_family.get(family, HEADS)}).to(torch.bfloat16)
 
 
@@ -218,22 +227,31 @@ def test_what_no_server_runs_is_refused_before_calibrating(
 
 
 @pytest.mark.parametrize("family", [mixtral, qwen3_moe])
-@pytest.mark.parametrize("name", ["W4A16", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("name", ["W4A16", "FP8_DYNAMIC", "FP8"])
 def test_transformers_loads_what_the_graph_has(family: Any, name: str, tmp_path: Path) -> None:
+    """But for the inputs of experts: it runs them as they are, and drops their static scales."""
     model = model_of(family)
-    calibration = calibrated(model, recipe_of(name))
+    is_static = name == "FP8"
+    calibration = calibrated(model, recipe_of(name), batches(2, padded=False) if is_static else ())
     calibration.save(tmp_path / "out", report=False)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    dropped = info.pop("unexpected_keys")
+    assert len(dropped) == (12 if is_static else 0)
+    assert all(re.search(r"experts[.]\d[.]\w+[.]input_scale$", key) for key in dropped)
     assert not any(info.values()), info
+    assert calibration.qparams is not None
+    for slot in calibration.plan.activation_slots():
+        if slot.module in calibration.plan.experts:
+            del calibration.qparams[slot.name]  # the graph then leaves these inputs as they are
     one = batch(model)
     with torch.no_grad():
         found = loaded.eval()(**one).logits  # it unpacks weights when it first runs
         expected = torch.compile(model, backend=calibration.backend)(**one).logits
     lost = float((expected - model(**one).logits).abs().max())
     assert float((found - expected).abs().max()) < 0.5 * lost
-    for name, stack in calibration.plan.stacks.items():
+    for stack_name, stack in calibration.plan.stacks.items():
         folded = calibration._bindings.weights.folded_stack(stack, calibration.qparams)
-        assert torch.equal(loaded.get_parameter(name), folded), name
+        assert torch.equal(loaded.get_parameter(stack_name), folded), stack_name
 
 
 def test_patterns_speak_of_single_experts() -> None:
@@ -257,14 +275,19 @@ def test_some_experts_alone_are_refused(some: str) -> None:
     [
         (mixtral, "FP8", {"outputs": {"num_bits": 8, "type": "float"}}, "quantizes their outputs"),
         (gpt_oss, "W4A16", {}, "are transposed and have gate and up interleaved and have biases"),
+        (granite_moe, "W4A16", {}, "GraniteMoeForCausalLM is saved with one tensor for all"),
     ],
 )
 def test_what_is_left_alone_is_said_with_its_reason(
     family: Any, name: str, fields: dict[str, Any], reason: str
 ) -> None:
-    plan = Plan(model_of(family), recipe_of(name, ignore=["lm_head"], **fields))
+    model, recipe = model_of(family), recipe_of(name, ignore=["lm_head"], **fields)
+    plan = Plan(model, recipe)
     assert not any(".experts." in slot for slot in plan.slots)
-    assert reason in plan.experts_left[EXPERTS]
+    (left,) = plan.experts_left
+    assert reason in plan.experts_left[left]
+    shown = Calibration(model, recipe, compiler="eager").explain()
+    assert f"{left} stay in full precision: " in shown
 
 
 def test_explain_shows_a_range_of_experts() -> None:

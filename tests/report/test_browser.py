@@ -179,6 +179,30 @@ def test_tokens_of_experts_are_a_map_that_names_what_is_under_the_pointer(show: 
     assert note.inner_text().startswith("6 of 12")
 
 
+def test_errors_of_experts_are_a_map_that_names_the_worst(show: Open) -> None:
+    layers = [
+        ExpertLayer(module=f"layers.{n}.experts", sqnr_db=(30.0 - n, None, math.inf, 20.0))
+        for n in range(2)
+    ]
+    page = show(replace(empty_report(), experts=tuple(layers)))
+    assert not page.locator("#experts-tokens").is_visible()
+    note = page.locator("#experts-errors-note")
+    summary = "Half of the experts are above 24.5 dB. The worst is layers.0.experts.3: 20.0 dB."
+    assert note.inner_text().replace("\u00a0", " ") == summary
+    chart = page.locator("#experts-errors-chart")
+    box = chart.bounding_box()
+    assert box is not None
+    for place, text in enumerate(("29.0 dB", "no data", "inf dB", "20.0 dB")):
+        chart.hover(position={"x": box["width"] * (place + 0.5) / 4, "y": box["height"] * 0.75})
+        shown = note.inner_text().replace("\u00a0", " ")
+        assert shown == f"layers.1.experts.{place}: {text}"
+    # The strongest colour is that of the largest error.
+    read = "c => [...c.getContext('2d').getImageData(0, 5, c.width, 1).data]"
+    pixels = chart.evaluate(read)  # of the first row: red, green, blue and alpha
+    none, usual, worst = (pixels[4 * (20 * place + 5) + 3] for place in (2, 0, 3))
+    assert none < usual < worst
+
+
 def test_the_worst_layer_is_named(show: Open, sample: ReportData) -> None:
     page = show(sample)
     assert page.locator("#worst li").first.inner_text().startswith(OUTLIER)

@@ -9,6 +9,7 @@ from families import WITH_EXPERTS, batch, mixtral, qwen3_moe
 from routed import assert_observed, everywhere_rows, routed_rows
 
 from inlay import Calibration, ConfigurationError, Observer, Recipe, StatisticsError
+from inlay.nodes.every_token import EveryToken
 from inlay.observers import StaticMinMaxObserver
 from inlay.observers.measuring import Tensors
 from inlay.statistics.coverage import Coverage, coverage
@@ -319,6 +320,36 @@ def test_every_expert_may_be_given_every_token(family: str) -> None:
     with torch.no_grad():
         quantized = torch.compile(model, backend=calibration.backend)(**batches[0])[0]
         torch.testing.assert_close(quantized, model(**batches[0])[0], atol=0.1, rtol=0.1)
+
+
+def test_every_token_goes_through_a_few_experts_at_a_time() -> None:
+    """As many as a token is sent to, so that memory holds no more rows than without it."""
+    model = mixtral(num_local_experts=7, **WIDE)
+    recipe = Recipe.from_preset("FP8", experts="all", **FP8)
+    calibration = observed(model, recipe, [batch(model)])
+    (block,) = (graph for graph in calibration.graphs if graph.variants and _sends(graph))
+    assert [each.experts for each in _sends(block)] == 2 * [2, 2, 2, 1]  # for both products
+    for slot in calibration.plan.activation_slots():
+        if slot.module in calibration.plan.experts:
+            assert calibration.statistics.tokens(slot) == 12
+
+
+def _sends(graph: Any) -> list[EveryToken]:
+    (variant,) = graph.variants.values()
+    targets = (node.target for node in variant.graph_module.graph.nodes)
+    return [target for target in targets if isinstance(target, EveryToken)]
+
+
+def test_observers_of_users_see_every_token_of_a_few_experts_at_a_time() -> None:
+    model = mixtral(**WIDE)
+    recipe = Recipe.from_preset("FP8", experts="all", inputs={"observer": "reader"}, **FP8)
+    batches = [batch(model)]
+    calibration = observed(model, recipe, batches)
+    rows = everywhere_rows(model, batches)
+    for slot in calibration.plan.activation_slots():
+        if slot.module in calibration.plan.experts:
+            largest = max(float(value.max()) for value in rows[slot.module])
+            assert float(calibration.statistics.observer(slot).max_vals) == pytest.approx(largest)
 
 
 def test_statistics_of_all_tokens_are_not_taken_for_those_of_routed_ones() -> None:

@@ -146,26 +146,35 @@ def test_an_interrupted_save_leaves_the_old_statistics(tmp_path: Path, monkeypat
     ]
 
 
-def test_the_observer_that_gathered_stays_where_the_recipe_names_none() -> None:
+@pytest.mark.parametrize("gathered", ["static_minmax", "minmax", "histogram"])
+def test_the_observer_that_gathered_stays_where_nobody_names_one(gathered: str) -> None:
+    """The preset does, and is not asked."""
     model = plain_llama(num_hidden_layers=1)
-    stored = observed(model, recipe("static_minmax")).stored()
+    stored = observed(model, recipe(gathered)).stored()
     other = Recipe.from_preset("FP8", ignore=["lm_head"])
     calibration = Calibration.from_statistics(model, other, stored)
-    assert calibration.plan.slots[DOWN].observer == "static_minmax"
-    named = Recipe.from_preset("FP8", ignore=["lm_head"], inputs={"observer": "static_minmax"})
+    assert calibration.plan.slots[DOWN].observer == gathered
+    named = Recipe.from_preset("FP8", ignore=["lm_head"], inputs={"observer": gathered})
     assert_equal_qparams(calibration.finalize(), observed(model, named).finalize())
-    wanted = Recipe.from_preset("FP8", ignore=["lm_head"], inputs={"observer": "minmax"})
-    with pytest.raises(StatisticsError, match="which is not what minmax needs"):
+
+
+@pytest.mark.parametrize(("gathered", "asked"), [("static_minmax", "minmax"), ("minmax", "mse")])
+def test_an_observer_that_is_named_needs_statistics_of_its_own(gathered: str, asked: str) -> None:
+    model = plain_llama(num_hidden_layers=1)
+    stored = observed(model, recipe(gathered)).stored()
+    wanted = Recipe.from_preset("FP8", ignore=["lm_head"], inputs={"observer": asked})
+    with pytest.raises(StatisticsError, match=f"which is not what {asked} needs"):
         Calibration.from_statistics(model, wanted, stored)
 
 
-@pytest.mark.parametrize("gathered", ["static_minmax", "histogram"])
+@pytest.mark.parametrize("gathered", ["static_minmax", "minmax", "histogram"])
 def test_a_range_per_tensor_carries_a_global_scale(gathered: str) -> None:
     model = plain_llama(num_hidden_layers=1)
     stored = observed(model, recipe(gathered)).stored()
     other = Recipe.from_preset("NVFP4", ignore=["lm_head"])
     found = Calibration.from_statistics(model, other, stored).finalize()
-    named = Recipe.from_preset("NVFP4", ignore=["lm_head"], inputs={"observer": "static_minmax"})
+    observer = {"observer": "minmax" if gathered == "minmax" else "static_minmax"}
+    named = Recipe.from_preset("NVFP4", ignore=["lm_head"], inputs=observer)
     expected = observed(model, named).finalize()
     assert found.keys() == expected.keys()
     for name, values in expected.items():

@@ -117,6 +117,14 @@ def gpt_oss(**changes: Any) -> nn.Module:
     return _seeded(GptOssForCausalLM, GptOssConfig(**fields))
 
 
+def granite_moe(**changes: Any) -> nn.Module:
+    """A checkpoint of it has one tensor for all experts of a layer."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    fields = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, **changes}
+    return _seeded(GraniteMoeForCausalLM, GraniteMoeConfig(**fields))
+
+
 def vit(**changes: Any) -> nn.Module:
     from transformers import ViTConfig, ViTModel
 

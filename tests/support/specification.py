@@ -1,4 +1,4 @@
-"""Eager observers on the inputs of Linear modules, by hooks: what graphs are held against."""
+"""Models that quantize by hooks, and eager observers: what graphs are held against."""
 
 import copy
 from typing import Any
@@ -7,42 +7,21 @@ import torch
 from torch import nn
 
 from inlay import Calibration, Recipe
+from inlay.checking.hooks import Hooks
 from inlay.nodes.quantize import QuantizeDequantize, fold_weight
-from inlay.recipe import make_observer
+from inlay.observers import Observer
+from inlay.recipe import Plan
 
 
-class Inputs:
-    """Observers attached to every Linear that the recipe does not ignore by name.
+class Inputs(Hooks):
+    """Observers attached to the inputs of every Linear that the recipe does not ignore."""
 
-    Modules with the same weight are one to a recipe: the first of them speaks for all.
-    """
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        super().__init__(model, Plan(model, recipe))
 
-    def __init__(self, model: nn.Module, recipe: Recipe, kind: type = nn.Linear) -> None:
-        (scheme,) = recipe.config.config_groups.values()
-        self.valid: torch.Tensor | None = None  # which tokens of the next batch count
-        self.observers = {}
-        self.handles = []
-        owners: dict[int, str] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, kind) and name not in recipe.config.ignore:
-                owner = owners.setdefault(id(module.weight), name)
-                if owner == name:
-                    args = scheme.input_activations
-                    self.observers[f"{name}.input"] = make_observer("input", args)
-                observer = self.observers[f"{owner}.input"]
-                self.handles.append(
-                    module.register_forward_pre_hook(
-                        lambda _, args, o=observer: o(self._counted(args[0])) and None
-                    )
-                )
-
-    def _counted(self, value: torch.Tensor) -> torch.Tensor:
-        has_tokens = self.valid is not None and value.shape[:2] == self.valid.shape
-        return value[self.valid] if has_tokens else value
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+    @property
+    def observers(self) -> dict[str, Observer]:
+        return {name: seen.observer for name, seen in self.seen.items()}
 
 
 def expected_qparams(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import textwrap
 
 import pytest
 import torch
@@ -9,16 +10,22 @@ from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
+from torch.fx import GraphModule
 
-from inlay.errors import ConfigurationError
+from inlay.errors import ConfigurationError, GraphError
+from inlay.graph import Pass, PassResult, copy
 from inlay.observers import Observer, flatten_for_calibration
 from inlay.recipe import Plan
+from inlay.statistics.functional import tensors_of
 from inlay.testing import (
     Bounds,
     BrokenLawError,
+    GraphCase,
     ObserverSubject,
     check_observer,
+    check_pass,
     checks_of,
+    graphs,
     modules,
     parametrize_with_checks,
     quantization_args,
@@ -111,13 +118,93 @@ def test_a_tensor_is_shown_as_code_that_makes_it(value: torch.Tensor, dtype: tor
     assert torch.equal(again, value)
 
 
-def test_a_case_is_shown_as_code_that_observes_it() -> None:
+def run(shown: str) -> dict:
+    """The variables of code that a message shows."""
+    scope: dict = {}
+    exec(textwrap.dedent(shown), scope)
+    return scope
+
+
+@examples(20)
+@given(st.data())
+def test_a_case_is_shown_as_code_that_observes_it(data) -> None:
+    name = data.draw(st.sampled_from(["static_minmax", "minmax", "imatrix_mse"]))
+    subject = ObserverSubject.of(name, {"averaging_constant": 0.5} if name == "minmax" else {})
+    case = data.draw(subject.several())
+    found, expected = run(str(case))["observer"], case.observer(case.values)
+    assert found.args.model_copy(update={"observer": name}) == expected.args
+    tensors = tensors_of(expected)
+    assert tensors_of(found).keys() == tensors.keys()
+    for key, tensor in tensors_of(found).items():
+        assert torch.equal(tensor, tensors[key]), key
+
+
+def test_numbers_that_are_none_are_shown_too() -> None:
     args = QuantizationArgs(strategy="group", group_size=2, observer="static_minmax")
     value = torch.tensor([[0.1, torch.nan, -torch.inf, 4.0]])
-    scope: dict = {"torch": torch, "Observer": Observer, "QuantizationArgs": QuantizationArgs}
-    exec("\n".join(map(str.strip, str(ObserverCase("input", args, (value,))).splitlines())), scope)
-    assert scope["observer"].args.group_size == 2
-    assert scope["observer"].max_vals.isnan().tolist() == [True, False]
+    observer = run(str(ObserverCase("input", args, (value,))))["observer"]
+    assert observer.max_vals.isnan().tolist() == [True, False]
+
+
+@examples(6)
+@given(graphs())
+def test_a_graph_is_shown_as_code_that_traces_it(case: GraphCase) -> None:
+    assert run(str(case))["graph_module"].code == case.graph_module.code
+
+
+@Observer.register("test_shifts")
+class Shifts(Registered):
+    """Wrong if a value has more than one group."""
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        low, high = observed.amin((0, -1)), observed.amax((0, -1))
+        self.min_vals, self.max_vals = low, high.roll(1)
+
+
+def test_what_the_author_of_an_observer_reads() -> None:
+    """The simplest case, as lines to paste, and nothing of how it was found."""
+    with pytest.raises(BrokenLawError) as error:
+        check_observer(Shifts, examples=60)
+    message = str(error.value)
+    assert message.startswith("test_shifts breaks ")
+    assert len(message.splitlines()) < 12
+    assert not getattr(error.value, "__notes__", [])
+    observer = run(message.partition("To reproduce:\n")[2])["observer"]
+    assert isinstance(observer, Shifts)
+    assert observer.min_vals.numel() <= 4
+
+
+class Forgetful(Pass):
+    """Says that it has changed nothing."""
+
+    def call(self, gm: GraphModule) -> PassResult:
+        gm = copy(gm)
+        found = [node for node in gm.graph.nodes if node.name.startswith("relu")]
+        for node in found:
+            node.meta["seen"] = True
+        return PassResult(gm, False)
+
+
+def test_what_the_author_of_a_pass_reads() -> None:
+    with pytest.raises(BrokenLawError) as error:
+        check_pass(Forgetful(), examples=100)
+    message = str(error.value)
+    assert message.startswith("Forgetful breaks modified_is_honest: it says that it modified")
+    assert not getattr(error.value, "__notes__", [])
+    scope = run(message.partition("To reproduce:\n")[2])
+    assert len(scope["model"].steps) == 1
+
+
+class Choosy(Forgetful):
+    """Takes no graph that anybody makes up."""
+
+    def requires(self, gm: GraphModule) -> None:
+        raise GraphError("it has no convolution of three dimensions")
+
+
+def test_a_pass_that_refuses_all_graphs_is_told_to_be_given_some() -> None:
+    with pytest.raises(ConfigurationError, match=r"Choosy refuses every case .* given `graphs`"):
+        check_pass(Choosy(), examples=8)
 
 
 @given(st.data())

@@ -59,6 +59,7 @@ class Backend:
         self.compilations = 0
         # Takes the graph of a model around its blocks, and what it gives is run in its place.
         self.arrange: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+        self.on_trace: Callable[[], None] | None = None  # called before a new graph runs
         self.is_rehearsing = False  # whether blocks are traced and prepared, and do not run
         self.__name__ = "inlay"
 
@@ -97,6 +98,8 @@ class Backend:
         return bindings
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> CompiledGraph:
+        if self.on_trace is not None:
+            self.on_trace()
         return self._take(CompiledGraph(self, gm), example_inputs)
 
     def compile_block(self, gm: GraphModule, example_inputs: Sequence[Any]) -> CompiledGraph:

@@ -37,8 +37,16 @@ class Bindings:
     def errors_of(self, slot: Slot, device: torch.device | None) -> torch.Tensor:
         """The sums that compare nodes of the slot's module add to, made when first asked for."""
         if slot.module not in self.layer_errors:
-            sums = torch.zeros(len(POWERS), dtype=torch.float64, device=device)
-            self.layer_errors[slot.module] = sums
+            stack = self.statistics.plan.stacks.get(slot.module)
+            sums = torch.zeros(
+                1 if stack is None else len(stack.members),
+                len(POWERS),
+                dtype=torch.float64,
+                device=device,
+            )
+            self.layer_errors[slot.module] = sums[0] if stack is None else sums
+            if stack is not None:  # each expert has a row
+                self.layer_errors.update(zip(stack.members, sums, strict=True))
         return self.layer_errors[slot.module]
 
     def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
 from inlay.calibration.blocks import Block, BlockCall, call_block
 from inlay.calibration.pipelines import Pipelines, Purpose
 from inlay.calibration.tiers import Tier
+from inlay.calibration.tracing import Dropped
 from inlay.graph import (
     Lookup,
     Source,
@@ -99,7 +100,7 @@ class CompiledGraph:
             raise RehearsedError
         results = run(*args, *tensors)
         wanted = self.is_region or self.backend.pipelines.outputs
-        return results if wanted else (None,) * self.num_outputs
+        return results if wanted else tuple(Dropped() for _ in range(self.num_outputs))
 
     @property
     def _pipelines(self) -> Pipelines:

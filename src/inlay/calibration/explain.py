@@ -37,6 +37,7 @@ def explain(
         if observe.reason is not None
     }
     parts = [f"{len(slots)} slots, {statistics.phase}", "\n".join(lines), *sorted(opaque)]
+    parts += _left_alone(statistics.plan)
     enclosed = dict.fromkeys(str(one) for graph in graphs for one in _enclosed(statistics, graph))
     if enclosed:
         parts.append("\n".join(enclosed))
@@ -93,6 +94,18 @@ def _first_of_experts(plan: Plan) -> Iterator[Slot]:
     for slot in plan.slots.values():
         if slot.module not in plan.experts or slot.module.split(".")[-2] == "0":
             yield slot
+
+
+def _left_alone(plan: Plan) -> list[str]:
+    """Say which experts stay in full precision, layers with the same reason together."""
+    alike: dict[str, list[str]] = {}
+    for experts, reason in plan.experts_left.items():
+        alike.setdefault(reason, []).append(experts)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} stay in full "
+        f"precision: {reason}"
+        for reason, names in alike.items()
+    ]
 
 
 def _shown(plan: Plan, slot: Slot) -> str:

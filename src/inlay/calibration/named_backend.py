@@ -70,8 +70,8 @@ def calibration_of(compiled: nn.Module) -> Calibration:
     if len(begun) != 1:
         raise ConfigurationError(
             f'{len(begun)} calibrations of this model were begun with backend="inlay"'
-            f"{_hint_at_parts(model)}; compile it so, run a batch, and pass what torch.compile "
-            "returned"
+            f"{_hint_at_parts(model)}{_hint_at_others(model)}; compile it so, run a batch, and "
+            "pass what torch.compile returned"
         )
     return next(iter(begun.values()))
 
@@ -97,6 +97,16 @@ def _hint_at_parts(model: nn.Module) -> str:
     return (
         f" (but {count} of its parts were compiled alone: finalize each of them)" if count else ""
     )
+
+
+def _hint_at_others(model: nn.Module) -> str:
+    """Dynamo takes the graph of one model for another of the same class, if its guards hold."""
+    if any(type(other) is type(model) and other is not model for other in list(_BEGUN)):
+        return (
+            f" (but one of another {type(model).__name__}, whose graph Dynamo may run for this "
+            "model, too: call torch.compiler.reset() before you compile the next)"
+        )
+    return ""
 
 
 def _model_being_run(weights: list[nn.Parameter]) -> nn.Module | None:

@@ -1,18 +1,23 @@
 """Ways to have Dynamo trace a model, from the quickest to the one that always works."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from inlay.changes import Held, is_container
+from inlay.statistics.value import Statistics
 from inlay.torch_private import graph_break_errors
 
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
 
 __all__ = [
+    "Dropped",
     "Enclosed",
     "KeepsError",
     "by_name",
@@ -29,6 +34,13 @@ class _ResistsError(Exception):
 
 class KeepsError(Exception):
     """A module keeps something of what it runs on."""
+
+
+class Dropped:
+    """Stands for an output that was dropped. A model that keeps it, or reads it, is found out."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeepsError("an output that was dropped is read")
 
 
 class Enclosed(nn.Module):
@@ -95,27 +107,40 @@ def on_trial(
     backend: "Backend",
     resisting: type[Exception] = KeepsError,
 ) -> Callable[..., Any]:
-    """Run by a way of which the first batch shows whether it is right for the model.
+    """Run by a way of which the batches for which it is traced show if it is right for the model.
 
-    Where outputs are dropped, a model that keeps some of them would keep nothing instead.
+    Where outputs are dropped, a model that keeps some of them would keep nothing instead. Where
+    blocks run on their own, they would not see what the model keeps on its way. Nothing is looked
+    at for other batches: whatever a model does otherwise, it is traced for.
 
     :param resisting: the errors that say that another way should be tried
     """
-    is_proven = False
+    has_run = False
 
     def tried(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_proven
-        if is_proven:
-            return run(*args, **kwargs)
-        before = backend.bindings.statistics.snapshot()
+        nonlocal has_run
+        before: list[tuple[Mapping[str, Statistics], Held]] = []
+
+        def note() -> None:
+            if not before:
+                before.append((backend.bindings.statistics.snapshot(), Held(_places(model))))
+
+        if not has_run:
+            note()
+        backend.on_trace = note
         try:
-            with left_alone(model):
-                result = run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            for _, held in before:
+                _require_unchanged(model, held)
         except resisting as error:
+            if not before:
+                raise
             # Something may have been observed before it came to this.
-            backend.start_again(before)
+            backend.start_again(before[0][0])
             raise _ResistsError from error
-        is_proven = True
+        finally:
+            backend.on_trace = None
+        has_run = True
         return result
 
     return tried
@@ -123,20 +148,68 @@ def on_trial(
 
 @contextmanager
 def left_alone(module: nn.Module) -> Iterator[None]:
-    """Raise if a module, or one in it, keeps something of what it runs on, and undo that."""
-    before = [
-        (kept, dict(kept))
-        for one in module.modules()
-        for kept in (vars(one), one._buffers, one._parameters)
-    ]
+    """Raise if a module, or one in it, keeps something of what it runs on, and undo that.
+
+    In a graph, what a module keeps is there once the graph has run, and not before: blocks that run
+    on their own would not see it. It may be kept on the module, in a list, in another object or in
+    a global variable.
+    """
+    held = Held(_places(module))
     yield
-    changed = [
-        (kept, values)
-        for kept, values in before
-        if kept.keys() != values.keys() or any(kept[name] is not values[name] for name in values)
-    ]
-    for kept, values in changed:
-        kept.clear()
-        kept.update(values)
+    _require_unchanged(module, held)
+
+
+def _require_unchanged(module: nn.Module, held: Held) -> None:
+    changed = held.changed()
     if changed:
-        raise KeepsError(f"{type(module).__name__} keeps something of what it runs on")
+        held.put_back()
+        shown = ", ".join(dict.fromkeys(changed))
+        raise KeepsError(f"{type(module).__name__} keeps something of what it runs on, in {shown}")
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield everything in which modules could keep something, each once."""
+    met: set[int] = set()
+    sources: set[str] = set()
+    for name, one in module.named_modules():
+        yield name, vars(one)
+        for kept in (one._buffers, one._parameters):
+            yield name, kept
+        sources.add(type(one).__module__)
+        yield from _inside(vars(one), f"{name}.".lstrip("."), met, depth=3)
+    for source in sources:
+        if source.partition(".")[0] not in _LIBRARIES and source in sys.modules:
+            space = vars(sys.modules[source])
+            yield "", space
+            yield from _inside(space, "", met, depth=1)
+
+
+def _inside(
+    named: Mapping[Any, Any], prefix: str, met: set[int], depth: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield the containers, and the attributes of objects, among values and what these hold."""
+    for key, value in list(named.items()):
+        if id(value) in met or _is_plain(value) or str(key).startswith("__"):
+            continue
+        met.add(id(value))
+        held = value if is_container(value) else getattr(value, "__dict__", None)
+        # Nobody keeps what a batch was in a table, and to look through one takes long.
+        if held is None or len(held) > _LARGE:
+            continue
+        yield f"{prefix}{key}", held
+        if depth > 1:
+            inner = held if isinstance(held, dict) else dict(enumerate(held))
+            yield from _inside(inner, f"{prefix}{key}.", met, depth - 1)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value holds nothing that a model would keep in it."""
+    is_of_torch = type(value).__module__.partition(".")[0] == "torch"
+    return is_of_torch or isinstance(
+        value, (nn.Module, type, ModuleType, FunctionType, str, bytes, int, float, type(None))
+    )
+
+
+_LARGE = 1000
+# Their modules are shared by many models, and keep nothing of one.
+_LIBRARIES = {"torch", "transformers"}

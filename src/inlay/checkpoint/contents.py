@@ -1,6 +1,6 @@
 """What a checkpoint holds: compressed layers, and the tensors that stay as they are."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import QParamsDict
 from inlay.recipe import Slot
-from inlay.recipe.experts import ExpertStack
+from inlay.recipe.experts import ExpertStack, saved_names
 
 __all__ = ["Contents", "compressed_layer", "shares_quantized_weight", "unquantized_state"]
 
@@ -48,7 +48,9 @@ class Contents:
         names: dict[str, str] = {}
         for stack in stacks:
             state.pop(stack.name)
-            names.update(_saved(model, stack))
+            own = saved_names(model, stack)
+            assert own, "experts that are saved together are in no plan"
+            names.update(own)
         return cls(
             model=model, keep_ties=keep_ties, unquantized=state, experts=names, equalized=equalized
         )
@@ -157,30 +159,6 @@ def _observed_shape(
         return (found["scale"].numel(), None, None)
     rows, columns = layer.weight.shape
     return {"weight": (rows, columns), "input": (columns,), "output": (rows,)}[slot.base_name]
-
-
-def _saved(model: Any, stack: ExpertStack) -> Iterator[tuple[str, str]]:
-    """Yield the names of experts in the model, and those that their weights have when saved.
-
-    :raises ConfigurationError: if transformers does not save one matrix for each
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    # Numbers in place of rows tell which part of the parameter is saved under which name.
-    experts, rows, _ = stack.parameter.shape
-    parts = len(stack.projections)
-    numbers = torch.arange(experts * parts).repeat_interleave(rows // parts)
-    # Of two columns: transformers drops a dimension of size one.
-    marked = numbers.reshape(experts, rows, 1).repeat(1, 1, 2)
-    saved = revert_weight_conversion(model, {stack.name: marked})
-    place = {int(tensor.flatten()[0]): name for name, tensor in saved.items() if tensor.dim() == 2}
-    if len(place) != len(stack.members):
-        raise ConfigurationError(
-            f"transformers saves {stack.name} as {', '.join(list(saved)[:3])}, not as a matrix for "
-            "each expert; ignore its experts in the recipe"
-        )
-    for number, name in enumerate(stack.members):
-        yield name, place[number].removesuffix(".weight")
 
 
 def _as_saved(

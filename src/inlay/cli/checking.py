@@ -55,8 +55,8 @@ def check(
         scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts=None
     )
     wanted.require_recipe()
+    from inlay.checking import check_calibration
     from inlay.checkpoint.loading import random_model
-    from inlay.workflow.checking import check_calibration
 
     calm_transformers(quiet=True)
     built = random_model(model, layers=layers, **source)
@@ -84,7 +84,9 @@ def _batch(model: Any, tokens: int) -> dict[str, Any]:
     if model.main_input_name == "input_ids":
         text = config.get_text_config()
         ids = torch.randint(0, text.vocab_size, (_ROWS, tokens), generator=generator)
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        mask = torch.ones_like(ids)
+        mask[-1, tokens * 3 // 4 :] = 0  # padding, which is checked too
+        batch = {"input_ids": ids, "attention_mask": mask}
         return {**batch, "decoder_input_ids": ids} if config.is_encoder_decoder else batch
     if model.main_input_name == "pixel_values" and hasattr(config, "image_size"):
         size = config.image_size

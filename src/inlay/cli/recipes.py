@@ -6,7 +6,7 @@ What can be refused by its name alone is refused before the library is imported.
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,9 @@ class Wanted:
         config = self._config()
         ignore = [*(config.ignore or []), *self._ignored(model)]
         config.ignore = list(dict.fromkeys(ignore))
-        return Recipe.from_config(config, equalize=self._strength(), experts=self._experts())
+        recipe = Recipe.from_config(config, equalize=self._strength(), experts=self._experts())
+        named = {_PARTS[choice.part] for choice in self.observers}
+        return replace(recipe, preset_observers=self._start().preset_observers - named)
 
     def _strength(self) -> "Strength | None":
         return self._start().equalize if self.equalize is None else self.equalize

@@ -8,10 +8,20 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from inlay.equalization.ops import Refusal
 from inlay.equalization.parts import Part, part_of
 from inlay.graph import fake_value, tensor_op
 
-__all__ = ["Axis", "Layout", "LayoutError", "Window", "aligned", "layout_of_source", "leaves_of"]
+__all__ = [
+    "Axis",
+    "Layout",
+    "Refusal",
+    "Window",
+    "aligned",
+    "layout_of_source",
+    "leaves_of",
+    "lone_part",
+]
 
 
 @dataclass(eq=False)
@@ -35,7 +45,7 @@ class Window(Axis):
     """A dimension of which channels are a part; the rest of it is something else.
 
     :param start: where the part begins
-    :param inner: the axes of the part, outermost first
+    :param inner: the axes of the part, outermost first; none if it is one position
     """
 
     start: int = 0
@@ -46,15 +56,11 @@ class Window(Axis):
         return math.prod(axis.size for axis in self.inner)
 
     def split(self, size: int) -> tuple[Axis, Axis]:
-        raise LayoutError("it is reshaped across a part of its channels")
+        raise Refusal("it is reshaped across a part of its channels")
 
 
 # For each dimension of a value, the axes along it, outermost first; none where it has no channels.
 Layout = tuple[tuple[Axis, ...], ...]
-
-
-class LayoutError(Exception):
-    """The channels cannot be followed through an op; says why."""
 
 
 def leaves_of(axes: Iterable[Axis]) -> tuple[Axis, ...]:
@@ -67,12 +73,12 @@ def layout_of_source(node: Node, layout: Layout) -> tuple[Node, Layout, list[Axi
 
     :param layout: the layout of the view
     :return: None if the op is no view
-    :raises LayoutError: if it is one and mixes channels with something else
+    :raises Refusal: if it is one and mixes channels with something else
     """
     source = node.args[0] if node.args else node.kwargs.get("input")
     name = tensor_op(node)
     part = part_of(node)
-    if part is not None and layout[part.dim]:
+    if part is not None and not part.drops and layout[part.dim]:
         return part.value, _with_window(part, layout), []
     if not isinstance(source, Node) or not isinstance(fake_value(source), torch.Tensor):
         return None
@@ -89,11 +95,27 @@ def layout_of_source(node: Node, layout: Layout) -> tuple[Node, Layout, list[Axi
     return None
 
 
+def lone_part(node: Node, layout: Layout) -> tuple[Node, Layout] | None:
+    """Return what an op reads one position of, and the layout there if only that one is scaled.
+
+    Falcon's values are such a position, beside queries and keys.
+
+    :return: None if the op reads more than one position, or channels lie along them
+    """
+    part = part_of(node)
+    if part is None or part.stop - part.start != 1:
+        return None
+    if not part.drops and layout[part.dim]:
+        return None
+    with_dim = (*layout[: part.dim], (), *layout[part.dim :]) if part.drops else layout
+    return part.value, _with_window(part, with_dim)
+
+
 def _with_window(part: Part, layout: Layout) -> Layout:
     """Undo an op that reads a part of a dimension."""
     size, inner = _shape(part.value)[part.dim], layout[part.dim]
     if any(isinstance(axis, Window) for axis in leaves_of(inner)):
-        raise LayoutError("a part of a part of its channels is read")
+        raise Refusal("a part of a part of its channels is read")
     if (part.start, part.stop) == (0, size):
         return layout
     window = Window(size, start=part.start, inner=inner)
@@ -154,17 +176,17 @@ def _taken(segments: list[tuple[int, Axis | None]], size: int) -> tuple[Axis, ..
         length, axis = segments.pop(0)
         if length > size:
             if length % size:
-                raise LayoutError("it is reshaped across its channels")
+                raise Refusal("it is reshaped across its channels")
             outer, inner = (None, None) if axis is None else axis.split(size)
             segments.insert(0, (length // size, inner))
             length, axis = size, outer
         if size % length:
-            raise LayoutError("it is reshaped across its channels")
+            raise Refusal("it is reshaped across its channels")
         taken.append(axis)
         size //= length
     axes = tuple(axis for axis in taken if axis is not None)
     if axes and len(axes) < len(taken):
-        raise LayoutError("its channels are merged with another dimension")
+        raise Refusal("its channels are merged with another dimension")
     return axes
 
 
@@ -198,7 +220,7 @@ def _products(shape: Sequence[Any], dims: Sequence[int]) -> Any:
 
 def _known(size: Any) -> int:
     if not isinstance(size, int):
-        raise LayoutError("its channels are merged with a dimension whose size varies")
+        raise Refusal("its channels are merged with a dimension whose size varies")
     return size
 
 
@@ -224,13 +246,13 @@ def _interleaved(node: Node, layout: Layout) -> tuple[Layout, list[Axis]]:
     given = dict(zip(("repeats", "dim"), node.args[1:], strict=False)) | dict(node.kwargs)
     repeats, dim = given.get("repeats"), given.get("dim")
     if not isinstance(repeats, int) or not isinstance(dim, int):
-        raise LayoutError("it is repeated in a way that is not known")
+        raise Refusal("it is repeated in a way that is not known")
     dim %= len(layout)
     if not layout[dim]:
         return layout, []
     (axis,) = leaves_of(layout[dim]) if len(leaves_of(layout[dim])) == 1 else (None,)
     if axis is None or axis.size % repeats:
-        raise LayoutError("it is repeated across its channels")
+        raise Refusal("it is repeated across its channels")
     outer, inner = axis.split(axis.size // repeats)
     return (*layout[:dim], (outer,), *layout[dim + 1 :]), [inner]
 
@@ -263,8 +285,8 @@ def _indexed(node: Node, name: str, layout: Layout) -> Layout:
             found.append(())
         elif isinstance(step, slice):
             if left[0] and step not in (slice(None), slice(0, None)):
-                raise LayoutError("a part of its channels is read")
+                raise Refusal("a part of its channels is read")
             found.append(left.pop(0))
         else:
-            raise LayoutError("it is indexed by values")
+            raise Refusal("it is indexed by values")
     return tuple(found)

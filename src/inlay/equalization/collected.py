@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from inlay.equalization.group import Group, Producer
+from inlay.equalization.group import Group, Producer, expert_named
 from inlay.graph import Equalizable, FoundGroup, Lookup
 
 __all__ = ["CollectedGroups"]
@@ -48,8 +48,9 @@ class CollectedGroups:
         for group in groups:
             self._groups[group] = None
             for reader in group.readers:
-                self.weight_of[reader] = weight_of(reader)
-                self._uses.setdefault((weight_of(reader), "columns"), set()).add(group)
+                name = reader if group.experts else weight_of(reader)
+                self._read_by(reader, name, group.experts)
+                self._uses.setdefault((name, "columns"), set()).add(group)
 
     def restore_refused(self, refused: Mapping[str, str]) -> None:
         """Take in why an earlier run did not equalize the inputs of some modules."""
@@ -63,19 +64,17 @@ class CollectedGroups:
     @property
     def groups(self) -> list[Group]:
         """The groups that can be equalized."""
-        return [group for group in self._groups if group not in self._disagreeing()]
+        disagreeing = self._disagreeing()
+        return [group for group in self._groups if group not in disagreeing]
 
     @property
     def refused(self) -> dict[str, str]:
         """Why inputs of modules cannot be equalized, by module."""
-        at_odds = {
-            reader: reason
-            for group, reason in self._disagreeing().items()
-            for reader in group.readers
-        }
+        found = dict(self._refused)
+        for group, reason in self._disagreeing().items():
+            found.update(dict.fromkeys(group.readers, reason))
         equalized = {reader for group in self.groups for reader in group.readers}
-        both = {**self._refused, **at_odds}
-        return {reader: reason for reader, reason in both.items() if reader not in equalized}
+        return {reader: reason for reader, reason in found.items() if reader not in equalized}
 
     def _named(self, found: FoundGroup, lookup: Lookup) -> Group | None:
         readers, producers = [], []
@@ -85,7 +84,7 @@ class CollectedGroups:
             if reader is None or name is None:
                 return None
             readers.append(reader)
-            self.weight_of[reader] = name
+            self._read_by(reader, name, found.experts)
         for producer in found.producers:
             name = self._parameter(lookup(producer.source))
             if name is None:
@@ -105,7 +104,13 @@ class CollectedGroups:
             producers=tuple(dict.fromkeys(producers)),
             shape=found.shape,
             tied=found.tied,
+            experts=found.experts,
         )
+
+    def _read_by(self, reader: str, weight: str, experts: int) -> None:
+        """Take down the weight of a reader, or that of many experts for each of them."""
+        names = [expert_named(reader, number) for number in range(experts)] or [reader]
+        self.weight_of.update(dict.fromkeys(names, weight))
 
     def _disagreeing(self) -> dict[Group, str]:
         """Groups with a parameter that something else uses otherwise, each with the reason."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from inlay.collectives import each_by_one_rank, from_all_ranks
 from inlay.equalization.collected import CollectedGroups
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
-from inlay.equalization.scales import Reader, Scales, scales_of
+from inlay.equalization.scales import Channels, Reader, Scales, scales_of
 from inlay.equalization.weight_only import activation_aware_scales_of
 from inlay.errors import StatisticsError
 from inlay.graph import Equalizable, Lookup
@@ -56,9 +57,10 @@ class Equalization:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
-        self.parameters = EqualizedParameters(model)
+        self.parameters = EqualizedParameters(model, plan)
         self.collected = CollectedGroups(
-            self.parameters.name_of, lambda weight: plan.owner(weight, "linear")
+            self.parameters.name_of,
+            lambda weight: plan.owner(weight, "linear") or plan.owner(weight, "experts"),
         )
         self.done: tuple[EqualizedGroup, ...] = ()
         self._scales: dict[Group, Scales] = {}
@@ -71,7 +73,7 @@ class Equalization:
         :raises StatisticsError: if parameters are scaled already that this graph does not let scale
         """
         self.collected.add(found, lookup)
-        lost = self._scales.keys() - set(self.collected.groups) if self.is_settled else ()
+        lost = self._scales.keys() - set(_each(self.collected.groups)) if self.is_settled else ()
         if lost:
             names = ", ".join(sorted(group.name for group in lost))
             raise StatisticsError(
@@ -100,24 +102,30 @@ class Equalization:
             lambda reader: self._name_of(model.get_parameter(f"{reader}.weight")),
         )
         if stored.is_second_run and self.plan.needs_second_run:
-            self._scales = _stored_scales(stored, self.collected.groups)
+            self._scales = _stored_scales(stored, _each(self.collected.groups))
             self._scale_parameters()
             self.is_settled = True
 
     def decided(self, part: Plan) -> dict[str, Any]:
         """Return the groups and scales of a part of the plan, as `StoredStatistics` has them."""
-        groups = [group for group in self._scales if _is_of(part, group)]
+        groups = [group for group in self.collected.groups if _is_of(part, group)]
+        chosen = {
+            each.name: self._scales[each]
+            for group in groups
+            for each in group.each()
+            if each in self._scales
+        }
         return {
             "groups": tuple(group.to_plain() for group in groups),
-            "scales": {group.name: self._scales[group].values for group in groups},
-            "strengths": {group.name: self._scales[group].strength for group in groups},
+            "scales": {name: scales.values for name, scales in chosen.items()},
+            "strengths": {name: scales.strength for name, scales in chosen.items()},
         }
 
     def take_up(self, stored: StoredStatistics, weight_of: WeightOf) -> None:
         """Take up the scales that an interrupted run has decided for a part of the plan."""
         groups = list(map(Group.from_plain, stored.groups))
         self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
-        self._scales.update(_stored_scales(stored, groups))
+        self._scales.update(_stored_scales(stored, _each(groups)))
         self._scale_parameters()
 
     def _name_of(self, weight: torch.Tensor) -> str:
@@ -166,28 +174,32 @@ class Equalization:
             return
         if not self.is_settled:
             self._choose(statistics, weight_of, part)
-        statistics.rescaled = {}  # what slots saw is scaled once, from what they gathered
-        rescaled: dict[str, Statistics] = {}
+        statistics.rescaled = {}
         done = []
         for group in self.collected.groups:
-            scales = self._scales.get(group)
-            ranges = None if scales is None else _ranges(group, statistics)
-            if scales is None or ranges is None:
-                # It is of a part to come, or of a rank that has seen nothing of the data again.
-                continue
-            low, high = ranges
-            rescaled.update(self._rescaled(group, statistics, low, high, scales.values))
-            sizes = torch.maximum(low.abs(), high.abs())
-            done.append(
-                EqualizedGroup(
-                    group=group,
-                    strength=scales.strength,
-                    before=_unevenness(sizes),
-                    after=_unevenness(sizes / scales.values.to(sizes)),
-                )
-            )
-        statistics.rescaled = rescaled
+            found = [
+                own
+                for each in group.each()
+                if each in self._scales and (own := self._equalized(each, statistics)) is not None
+            ]
+            # Else it is of a part to come, or of a rank that has seen nothing of the data again.
+            if found:
+                done.append(_together(group, found))
         self.done = tuple(done)
+
+    def _equalized(self, group: Group, statistics: StatisticsBySlot) -> EqualizedGroup | None:
+        """Say what the slots of a group would have seen; None without data."""
+        channels, scales = _channels(group, statistics), self._scales[group]
+        if channels is None:
+            return None
+        after = channels.divided(scales.values)
+        statistics.rescaled.update(self._rescaled(group, statistics, after, scales.values))
+        return EqualizedGroup(
+            group=group,
+            strength=scales.strength,
+            before=_unevenness(channels.sizes),
+            after=_unevenness(after.sizes),
+        )
 
     def settle(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
         """Choose scales for good, so that the equalized inputs can be observed."""
@@ -203,19 +215,18 @@ class Equalization:
         """
         strength = self.plan.recipe.equalize
         assert strength is not None
-        ranges = {
-            group: found
-            for group in self._agree_over_ranks(weight_of, part)
-            if (found := _ranges(group, statistics)) is not None
+        seen = {
+            group: channels
+            for group in _each(self._agree_over_ranks(weight_of, part))
+            if (channels := _channels(group, statistics)) is not None
         }
-        named = {str(place): group for place, group in enumerate(ranges)}
+        named = {str(place): group for place, group in enumerate(seen)}
 
         def scales(names: Iterable[str]) -> Iterator[tuple[str, tuple[float, torch.Tensor]]]:
             for name in names:
                 group = named[name]
                 readers = [self._reader(reader, weight_of(reader)) for reader in group.readers]
-                means = _means(group, statistics)
-                found = _scales(group, ranges[group], means, readers, strength)
+                found = _scales(group, seen[group], readers, strength)
                 yield name, (found.strength, found.values)
 
         chosen = each_by_one_rank(
@@ -224,14 +235,12 @@ class Equalization:
                 for name, group in named.items()
             },
             scales,
-            device_of=lambda name: ranges[named[name]][0].device,
+            device_of=lambda name: seen[named[name]].low.device,
         )
-        before = {} if part is None else self._scales
-        now = {
-            named[name]: Scales(values=values, strength=strength)
-            for name, (strength, values) in chosen.items()
-        }
-        self._scales = {**before, **now}
+        if part is None:
+            self._scales = {}
+        for name, (own_strength, values) in chosen.items():
+            self._scales[named[name]] = Scales(values=values, strength=own_strength)
         self._scale_parameters()
 
     def _scale_parameters(self) -> None:
@@ -270,14 +279,13 @@ class Equalization:
         self,
         group: Group,
         statistics: StatisticsBySlot,
-        low: torch.Tensor,
-        high: torch.Tensor,
+        channels: Channels,
         scales: torch.Tensor,
     ) -> dict[str, Statistics]:
         """What the slots of a group's readers would have seen of the scaled value."""
         found: dict[str, Statistics] = {}
         # The range of a value with these two rows is that of all rows.
-        extremes = torch.stack([low, high]) / scales.to(low)
+        extremes = torch.stack([channels.low, channels.high])
         for reader in group.readers:
             slots = self.plan.of_module(reader)
             read = slots.get("input")
@@ -293,6 +301,11 @@ class Equalization:
         return found
 
 
+def _each(groups: Iterable[Group]) -> list[Group]:
+    """The groups that have scales of their own: of experts, one for each."""
+    return [each for group in groups for each in group.each()]
+
+
 def _is_of(part: Plan | None, group: Group) -> bool:
     """Whether a part of the plan, or the whole if it is None, has the readers of a group."""
     return part is None or any(map(part.of_module, group.readers))
@@ -306,44 +319,34 @@ def _stored_scales(stored: StoredStatistics, groups: Iterable[Group]) -> dict[Gr
     }
 
 
-def _ranges(group: Group, statistics: StatisticsBySlot) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The smallest and largest value of each channel that any reader saw; None without data."""
-    known = _of_channels(group, statistics)
+def _channels(group: Group, statistics: StatisticsBySlot) -> Channels | None:
+    """What any reader saw of the channels; None without data."""
+    slots = (statistics.plan.of_module(name) for name in group.readers)
+    seen = [statistics.of(channels_of(each)) for each in slots]
+    known = [each for each in seen if each is not None and not each.is_empty]
     if len(known) < len(group.readers):
         return None
-    low = torch.stack([each.tensors["min_vals"] for each in known]).amin(0)
-    high = torch.stack([each.tensors["max_vals"] for each in known]).amax(0)
-    return (low, high) if bool(low.isfinite().all() & high.isfinite().all()) else None
-
-
-def _scales(
-    group: Group,
-    ranges: tuple[torch.Tensor, torch.Tensor],
-    means: torch.Tensor,
-    readers: Sequence[Reader],
-    strength: Strength,
-) -> Scales:
-    if all(reader.input_steps is None for reader in readers):
-        return activation_aware_scales_of(group, means, readers, strength)
-    return scales_of(group, *ranges, readers, strength, means=means)
-
-
-def _means(group: Group, statistics: StatisticsBySlot) -> torch.Tensor:
-    """How large the values of each channel are on average."""
-    known = _of_channels(group, statistics)
     if any("magnitudes" not in each.tensors for each in known):
         raise StatisticsError(
             f"the stored statistics of {group.name} do not say how large channels are on average; "
             "calibrate again with data"
         )
-    means = (each.tensors["magnitudes"] / each.tokens.clamp(min=1) for each in known)
-    return torch.stack(list(means)).amax(0)
+    channels = Channels(
+        low=torch.stack([each.tensors["min_vals"] for each in known]).amin(0),
+        high=torch.stack([each.tensors["max_vals"] for each in known]).amax(0),
+        means=torch.stack(
+            [each.tensors["magnitudes"] / each.tokens.clamp(min=1) for each in known]
+        ).amax(0),
+    )
+    return channels if bool(channels.sizes.isfinite().all()) else None
 
 
-def _of_channels(group: Group, statistics: StatisticsBySlot) -> list[Statistics]:
-    slots = (statistics.plan.of_module(name) for name in group.readers)
-    seen = (statistics.of(channels_of(each)) for each in slots)
-    return [each for each in seen if each is not None and not each.is_empty]
+def _scales(
+    group: Group, channels: Channels, readers: Sequence[Reader], strength: Strength
+) -> Scales:
+    if all(reader.input_steps is None for reader in readers):
+        return activation_aware_scales_of(group, channels.means, readers, strength)
+    return scales_of(group, channels, readers, strength)
 
 
 def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> Statistics:
@@ -368,6 +371,16 @@ def _require_same_strength(stored: StoredStatistics, plan: Plan) -> None:
 
 def _steps(args: QuantizationArgs) -> int:
     return int(2**args.num_bits - 1)
+
+
+def _together(group: Group, found: Sequence[EqualizedGroup]) -> EqualizedGroup:
+    """What equalization did to a group; of experts, to the worst of them."""
+    return EqualizedGroup(
+        group=group,
+        strength=median_low(each.strength for each in found),
+        before=max(each.before for each in found),
+        after=max(each.after for each in found),
+    )
 
 
 def _unevenness(sizes: torch.Tensor) -> float:

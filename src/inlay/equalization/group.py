@@ -1,12 +1,12 @@
 """Groups: readers of one value, and the parameters that take up a scale for each channel of it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-__all__ = ["Group", "Producer"]
+__all__ = ["Group", "Producer", "expert_named"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,35 @@ class Group:
     :param readers: names of the modules
     :param shape: the channels as axes: heads, repeats of a head and the channels of one, say
     :param tied: axes along which all channels have the same scale
+    :param experts: how many experts have scales of their own; readers and producers are then the
+        parameters that hold the weights of all
+    :param expert: the number of the one whose part of these parameters is scaled
     """
 
     readers: tuple[str, ...]
     producers: tuple[Producer, ...]
     shape: tuple[int, ...]
     tied: tuple[int, ...] = ()
+    experts: int = 0
+    expert: int | None = None
 
     @property
     def name(self) -> str:
         return self.readers[0]
+
+    def each(self) -> list["Group"]:
+        """Return a group for each expert, or the group itself if it has none."""
+        if not self.experts:
+            return [self]
+        return [
+            replace(
+                self,
+                readers=tuple(expert_named(reader, number) for reader in self.readers),
+                experts=0,
+                expert=number,
+            )
+            for number in range(self.experts)
+        ]
 
     def tie(self, values: torch.Tensor) -> torch.Tensor:
         """Return the largest value among the channels that have one scale, for each channel."""
@@ -95,4 +114,11 @@ class Group:
             ),
             shape=tuple(fields["shape"]),
             tied=tuple(fields["tied"]),
+            experts=fields.get("experts", 0),
         )
+
+
+def expert_named(parameter: str, number: int) -> str:
+    """Return the name of an expert's Linear, of a parameter that holds the weights of all."""
+    experts, _, projection = parameter.rpartition(".")
+    return f"{experts}.{number}.{projection}"

@@ -1,5 +1,6 @@
 """Read ops as equalization sees them: their parameters, and what commutes with a scale."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -8,12 +9,16 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from inlay.graph import Source, fake_value, mutates, slots_of, tensor_op, weight_use
+from inlay.nodes.routing import routing_of
 
 __all__ = [
     "ATTENTION",
     "COMMUTING",
+    "LINEAR_KINDS",
     "Refusal",
     "bias_node",
+    "commutes",
+    "experts_of",
     "is_about_shapes",
     "is_tensor",
     "norm_of",
@@ -36,6 +41,8 @@ COMMUTING = {
     "relu", "leaky_relu", "abs", "neg", "dropout", "to", "float", "double", "half", "bfloat16",
     "type_as", "contiguous", "clone", "detach", "alias", "_to_copy",
 }  # fmt: skip
+# Products with a weight, or with the weights of many experts, whose rows and columns are scaled.
+LINEAR_KINDS = ("linear", "experts")
 ATTENTION = {
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
@@ -60,6 +67,30 @@ _MODULES = {
 }  # fmt: skip
 
 
+def commutes(node: Node) -> bool:
+    """Whether an op on one value may come before or after a scale for each channel."""
+    if op_name(node) == "masked_fill":
+        return node.args[2:] == (0,)  # rows that are left out stay zero
+    return op_name(node) in COMMUTING
+
+
+def experts_of(gm: GraphModule, readers: Collection[Node], makers: Collection[Node]) -> int:
+    """Return how many experts have scales of their own; 0 if readers and makers are no experts.
+
+    :raises Refusal: if they do not divide the rows of the value among experts in the same way
+    """
+    uses = {node: weight_use(gm, node) for node in (*readers, *makers)}
+    of_experts = [use for use in uses.values() if use is not None and use.kind == "experts"]
+    if not of_experts:
+        return 0
+    ends = {None if (routing := routing_of(node)) is None else routing.ends for node in uses}
+    if len(of_experts) < len(uses) or len(ends) > 1:
+        raise Refusal("its rows are not divided among the same experts everywhere")
+    weights = of_experts[0].weight_node
+    assert weights is not None
+    return len(fake_value(weights))
+
+
 def source_of(node: Any) -> Source:
     if isinstance(node, Node) and node.op in ("placeholder", "get_attr"):
         return Source(str(node.name if node.op == "placeholder" else node.target), _is_input(node))
@@ -82,14 +113,14 @@ def parameters_of(gm: GraphModule, node: Node) -> tuple[Source, Source | None]:
         return Source(f"{node.target}.weight", False), bias
     use = weight_use(gm, node)
     assert use is not None
-    given = bias_node(node)
+    given = None if use.kind == "experts" else bias_node(node)
     return source_of(use.weight_node), None if given is None else source_of(given)
 
 
 def quantizes_linear(gm: GraphModule, node: Node) -> bool:
-    """Whether an op is that of a Linear of which the input or the weight is quantized."""
+    """Whether an op is that of a Linear, or of experts, with a quantized input or weight."""
     use = weight_use(gm, node)
-    is_linear = use is not None and use.kind == "linear" and use.value is not None
+    is_linear = use is not None and use.kind in LINEAR_KINDS and use.value is not None
     return is_linear and not slots_of(node).keys().isdisjoint(("input", "weight"))
 
 

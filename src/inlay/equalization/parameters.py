@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from inlay.equalization.group import Group, Producer
 from inlay.errors import StatisticsError
+from inlay.recipe import Plan
 
 __all__ = ["EqualizedParameters"]
 
@@ -19,15 +20,24 @@ class EqualizedParameters:
     """The parameters of a model by identity, and copies of those that groups scale.
 
     Parameters are referred to weakly: compiled code may outlive the model.
+
+    :param plan: knows the weights of experts; None if the model has none
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._by_name: dict[str, weakref.ref[torch.Tensor]] = {}
         for name, parameter in model.named_parameters():
             self._names[parameter] = name
             self._by_name[name] = weakref.ref(parameter)
-        self._changes: dict[str, list[_Change]] = {}
+        # Weights of experts by identity, as parts of the parameters that hold them.
+        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        for stack in plan.stacks.values() if plan is not None else ():
+            for place, name in enumerate(stack.members):
+                assert plan is not None
+                self._parts[plan.experts[name].weight] = stack.name, place, len(stack.projections)
+        # With the number of the expert whose part of the parameter is changed, if it is one's.
+        self._changes: dict[str, list[tuple[int | None, _Change]]] = {}
         self._copies: dict[str, torch.Tensor] = {}
 
     def name_of(self, tensor: torch.Tensor | None) -> str | None:
@@ -45,10 +55,13 @@ class EqualizedParameters:
         self._copies.clear()
         for group, scale in groups.items():
             for weight in dict.fromkeys(weight_of[reader] for reader in group.readers):
-                self._changes.setdefault(weight, []).append(_times_columns(scale))
+                self._add(weight, group, _times_columns(scale))
             for producer in group.producers:
                 own = group.scale_of(producer, scale)
-                self._changes.setdefault(producer.parameter, []).append(_divided(producer, own))
+                self._add(producer.parameter, group, _divided(producer, own))
+
+    def _add(self, parameter: str, group: Group, change: _Change) -> None:
+        self._changes.setdefault(parameter, []).append((group.expert, change))
 
     def forget_copies(self) -> None:
         """Drop the copies that were made; they are made again when they are needed."""
@@ -63,7 +76,16 @@ class EqualizedParameters:
         return isinstance(tensor, torch.Tensor) and self.name_of(tensor) in self._changes
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the equalized copy of a parameter, or the parameter if nothing scales it."""
+        """Return the equalized copy of a parameter, or the parameter if nothing scales it.
+
+        The weight of an expert is a part of the copy of the parameter that holds it.
+        """
+        parts: Mapping[torch.Tensor, tuple[str, int, int]] = self._parts
+        if parameter in parts:
+            stack, place, count = parts[parameter]
+            if stack not in self._changes:
+                return parameter
+            return self.named(stack)[place // count].chunk(count)[place % count]
         name = self.name_of(parameter)
         if name is None or name not in self._changes:
             return parameter
@@ -78,10 +100,15 @@ class EqualizedParameters:
             raise StatisticsError(f"the model is gone, and with it {name}")
         return self.of(parameter)
 
-    def _scaled(self, value: torch.Tensor, changes: list[_Change]) -> torch.Tensor:
-        wide = value.to(torch.promote_types(value.dtype, torch.float32))
-        for change in changes:
-            wide = change(wide)
+    def _scaled(
+        self, value: torch.Tensor, changes: list[tuple[int | None, _Change]]
+    ) -> torch.Tensor:
+        wide = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+        for expert, change in changes:
+            if expert is None:
+                wide = change(wide)
+            else:
+                wide[expert] = change(wide[expert])
         return wide.to(value.dtype)
 
 

@@ -9,27 +9,31 @@ from torch.fx import Node
 
 from inlay.graph import fake_value, tensor_op
 
-__all__ = ["Part", "is_split", "part_of", "parts_read_by"]
+__all__ = ["Part", "part_of", "parts_read_by"]
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A node that reads positions `start` to `stop` of one dimension of a value."""
+    """A node that reads positions `start` to `stop` of one dimension of a value.
+
+    :param drops: whether what is read has that dimension no more, as after an index by a number
+    """
 
     value: Node
     reader: Node
     dim: int
     start: int
     stop: int
+    drops: bool = False
 
     def is_apart_from(self, other: "Part") -> bool:
         """Whether nothing is read by both."""
         return self.dim == other.dim and (self.stop <= other.start or other.stop <= self.start)
 
 
-def is_split(node: Node) -> bool:
+def _is_split(node: Node) -> bool:
     """Whether an op gives several values, each of them a part of one."""
     return tensor_op(node) in _SPLITS
 
@@ -38,17 +42,17 @@ def part_of(node: Node) -> Part | None:
     """Return which part of what value a node is; None if it is not known to be one."""
     name = tensor_op(node)
     if name == "getitem" and isinstance(node.args[0], Node):
-        if is_split(node.args[0]):
+        if _is_split(node.args[0]):
             return _of_split(node.args[0], node)
         return _of_index(node.args[0], node)
     if name in ("slice", "narrow"):
         return _of_slice(node)
-    return None
+    return _of_select(node) if name == "select" else None
 
 
 def parts_read_by(user: Node) -> Iterator[Part | None]:
     """Yield what a reader of a value reads of it; None for what is not known to be a part."""
-    if is_split(user):
+    if _is_split(user):
         yield from (part_of(each) for each in user.users)
     else:
         yield part_of(user)
@@ -93,22 +97,33 @@ def _of_index(value: Node, node: Node) -> Part | None:
         bounds = _bounds(step, size)
         if bounds is None or found is not None:
             return None
-        found = Part(value, node, dim, *bounds)
+        found = Part(value, node, dim, *bounds, drops=isinstance(step, int))
     return found
 
 
 def _bounds(step: Any, size: Any) -> tuple[int, int] | None:
     if not isinstance(size, int):
         return None
-    if isinstance(step, list) and len(step) == 1 and isinstance(step[0], int):
-        start = step[0] % size
-        return start, start + 1
+    position = step[0] if isinstance(step, list) and len(step) == 1 else step
+    if isinstance(position, int):
+        return position % size, position % size + 1
     if not isinstance(step, slice) or not all(
         bound is None or isinstance(bound, int) for bound in (step.start, step.stop, step.step)
     ):
         return None
     start, stop, stride = step.indices(size)
     return (start, stop) if stride == 1 and start < stop else None
+
+
+def _of_select(node: Node) -> Part | None:
+    given = dict(zip(("input", "dim", "index"), node.args, strict=False)) | dict(node.kwargs)
+    value, dim, shape = given["input"], given["dim"], _shape(given["input"])
+    if shape is None or not isinstance(dim, int):
+        return None
+    dim %= len(shape)
+    bounds = _bounds(given["index"], shape[dim])
+    assert isinstance(value, Node)
+    return None if bounds is None else Part(value, node, dim, *bounds, drops=True)
 
 
 def _of_slice(node: Node) -> Part | None:

@@ -9,18 +9,38 @@ from compressed_tensors.quantization import QuantizationArgs
 from inlay.equalization.group import Group
 from inlay.recipe import AUTO_STRENGTH, Strength
 
-__all__ = ["Reader", "Scales", "at_least", "scales_of"]
+__all__ = ["Channels", "Reader", "Scales", "scales_of"]
 
-# Channels that are smaller than this part of the largest one count as if they were so large.
-_SMALLEST = 1e-5
+# A channel that contributes less than this part of what the largest one does is as good as silent.
+_SILENT = 1e-6
 # Strengths that "auto" chooses from. A stronger one makes all channels reach the range that was
 # seen, so that new data is clipped where it goes a little further. The error below knows nothing of
 # new data and asks for strong ones, so the headroom is here.
 _CANDIDATES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
-# How much larger the largest value of a channel is taken to be than a typical one.
-_CREST = 3.0
+# How much the mean size of a channel counts for "auto" beside the largest one. Few tokens decide
+# what is largest, and other data has others; a fourth makes least of that.
+_MEAN = 0.25
 # Rows of a weight that the error is estimated from.
 _ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channels:
+    """What was seen of each channel of a value: the ends of its range, and its mean size."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    means: torch.Tensor
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """How far each channel reaches from zero."""
+        return torch.maximum(self.low.abs(), self.high.abs())
+
+    def divided(self, scales: torch.Tensor) -> "Channels":
+        """Return what would have been seen of the value with its channels divided by scales."""
+        own = scales.to(self.low)
+        return Channels(low=self.low / own, high=self.high / own, means=self.means / own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,60 +68,49 @@ class Scales:
 
 @torch.no_grad()
 def scales_of(
-    group: Group,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    readers: Sequence[Reader],
-    strength: Strength,
-    *,
-    means: torch.Tensor | None = None,
+    group: Group, channels: Channels, readers: Sequence[Reader], strength: Strength
 ) -> Scales:
-    """Compute the scales of a group from the ranges of its channels and the weights that read it.
-
-    A channel that reaches `x`, read by weights that reach `w`, gets `x ** a / w ** (1 - a)`. With
-    strength `a` = 1 all channels become equally large, with 0 all columns of the weights.
-
-    :param means: how large the values of each channel are on average; if that is not known, they
-        are taken to be a third of the largest
-    """
-    low, high = (value.to(torch.promote_types(value.dtype, torch.float32)) for value in (low, high))
-    sizes = at_least(group.tie(torch.maximum(low.abs(), high.abs())))
+    """Compute the scales of a group from what its channels were, and the weights that read them."""
+    # In float64, as a product of two small sizes may be nothing in float32.
+    sizes, means = channels.sizes.to(torch.float64), channels.means.to(torch.float64)
     columns = [reader.weight.detach().abs().amax(0).to(sizes) for reader in readers]
-    read = at_least(group.tie(torch.stack(columns).amax(0)))
-
-    def scales(a: float) -> torch.Tensor:
-        return sizes**a / read ** (1 - a)
-
+    read = group.tie(torch.stack(columns).amax(0))
     if strength != AUTO_STRENGTH:
-        return Scales(values=scales(strength), strength=strength)
-    typical = torch.maximum(low.abs(), high.abs()) / _CREST if means is None else means.to(sizes)
-    errors = {a: _error(low, high, typical, readers, scales(a)) for a in _CANDIDATES}
-    best = min(errors, key=lambda a: errors[a])
-    return Scales(values=scales(best), strength=best)
+        return Scales(values=_scales(group.tie(sizes), read, strength), strength=strength)
+    sizes = group.tie(sizes ** (1 - _MEAN) * means**_MEAN)
+    tried = [Scales(values=_scales(sizes, read, a), strength=a) for a in _CANDIDATES]
+    return min(tried, key=lambda each: _error(channels, readers, each.values))
 
 
-def at_least(values: torch.Tensor) -> torch.Tensor:
-    """Return sizes of channels without those that are next to nothing."""
-    largest = values.amax()
-    return values.clamp(min=float(largest) * _SMALLEST if largest > 0 else 1.0)
+def _scales(sizes: torch.Tensor, read: torch.Tensor, a: float) -> torch.Tensor:
+    """Return `x ** a / w ** (1 - a)` for channels that reach `x`, read by weights that reach `w`.
+
+    Such channels reach `p ** (1 - a)` and are read by weights that reach `p ** a`, where `p` is
+    `x * w`, which no scale changes. With strength `a` = 1 all channels become equally large, with
+    0 all columns of the weights.
+
+    A silent channel, whose `p` is next to nothing, has no say in what is computed, and its scale
+    would be extreme: zero, if data never reached it. It gets the scale nearest to 1 with which
+    neither it nor the weights that read it are larger than those of a channel that just counts.
+    """
+    product = sizes * read
+    if not product.any():
+        return torch.ones_like(product)
+    product = product.clamp(min=float(product.amax()) * _SILENT)
+    least, most = sizes / product ** (1 - a), product**a / read
+    return torch.ones_like(product).clamp(min=least, max=most)
 
 
-def _error(
-    low: torch.Tensor,
-    high: torch.Tensor,
-    typical: torch.Tensor,
-    readers: Sequence[Reader],
-    scales: torch.Tensor,
-) -> float:
+def _error(channels: Channels, readers: Sequence[Reader], scales: torch.Tensor) -> float:
     """Estimate the squared error of all outputs of a group.
 
     Rounding to steps of size d has an error of d²/12 on average. An input's error is read by every
     row of a weight; a row's error meets the input, channel by channel as large as it typically is.
     (Squares of a few huge values, such as those of a first token, would speak for all tokens.)
     """
-    low, high = low / scales, high / scales
-    span = float(high.amax().clamp(min=0) - low.amin().clamp(max=0))
-    power = float((typical / scales).square().sum())
+    channels = channels.divided(scales)
+    span = float(channels.high.amax().clamp(min=0) - channels.low.amin().clamp(max=0))
+    power = float(channels.means.square().sum())
     total = 0.0
     for reader in readers:
         rows = reader.weight.detach()[:: max(1, len(reader.weight) // _ROWS)]

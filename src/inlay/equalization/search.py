@@ -1,26 +1,30 @@
 """Follow the channels of a value back to the parameters that can take up a scale for each."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.fx import GraphModule, Node
 
 from inlay.equalization.channels import (
     Axis,
     Layout,
-    LayoutError,
     Window,
     aligned,
     layout_of_source,
     leaves_of,
+    lone_part,
 )
 from inlay.equalization.ops import (
     ATTENTION,
     COMMUTING,
+    LINEAR_KINDS,
     Refusal,
     bias_node,
+    commutes,
+    experts_of,
     is_about_shapes,
     is_tensor,
     norm_of,
@@ -38,18 +42,38 @@ from inlay.graph import (
     FoundGroup,
     FoundProducer,
     Source,
-    Use,
     attention_states,
     fake_value,
     mutates,
     observes,
     slots_of,
-    transposed_by,
     weight_use,
 )
-from inlay.nodes.call_region import CallRegion
 
-__all__ = ["Search", "uses_of_parameters"]
+__all__ = ["Search"]
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class _Trail:
+    """What has been found on the way back from a value.
+
+    :param layouts: where the channels are, for every value that is divided
+    :param edges: how often an op reads a value that it expects to be divided
+    :param makers: ops whose weight has its rows divided
+    :param vectors: vectors that are divided, and their users
+    """
+
+    layouts: dict[Node, Layout] = field(default_factory=dict)
+    edges: dict[tuple[Node, Node], int] = field(default_factory=dict)
+    tied: list[Axis] = field(default_factory=list)
+    producers: list[tuple[Source, tuple[Axis, ...], float]] = field(default_factory=list)
+    makers: set[Node] = field(default_factory=set)
+    vectors: set[tuple[Node, Node]] = field(default_factory=set)
+
+    def copy(self) -> "_Trail":
+        return _Trail(**{each.name: getattr(self, each.name).copy() for each in fields(self)})
 
 
 class Search:
@@ -58,12 +82,15 @@ class Search:
     def __init__(self, gm: GraphModule) -> None:
         self.gm = gm
         self.readers: list[Node] = []
-        self.makers: set[Node] = set()  # ops whose weight has its rows divided
-        self.vectors: set[tuple[Node, Node]] = set()  # vectors that are divided, and their users
-        self._layouts: dict[Node, Layout] = {}
-        self._edges: dict[tuple[Node, Node], int] = {}
-        self._tied: list[Axis] = []
-        self._producers: list[tuple[Source, tuple[Axis, ...], float]] = []
+        self._trail = _Trail()
+
+    @property
+    def makers(self) -> set[Node]:
+        return self._trail.makers
+
+    @property
+    def vectors(self) -> set[tuple[Node, Node]]:
+        return self._trail.vectors
 
     def run(self, reader: Node) -> None:
         use = weight_use(self.gm, reader)
@@ -76,6 +103,9 @@ class Search:
         self._channels = Axis(size)
         self._divide(use.value, (*[()] * (value.dim() - 1), (self._channels,)))
         self._check_readers()
+        self._experts = experts_of(self.gm, self.readers, self.makers)
+        if self._experts and len(self._trail.producers) > len(self.makers):
+            raise Refusal("a parameter that all experts share cannot have a scale for each")
 
     def found(self) -> FoundGroup:
         leaves = self._channels.leaves()
@@ -90,39 +120,42 @@ class Search:
                         offset=offset,
                         rows=_rows(axes),
                     )
-                    for source, axes, offset in self._producers
+                    for source, axes, offset in self._trail.producers
                 )
             ),
             shape=tuple(leaf.size for leaf in leaves),
-            tied=tuple(sorted({place[leaf] for leaf in leaves_of(self._tied)})),
+            tied=tuple(sorted({place[leaf] for leaf in leaves_of(self._trail.tied)})),
+            experts=self._experts,
         )
 
     def scales(self, node: Node) -> bool:
         """Whether the result of an op is divided by the scales."""
-        return node in self._layouts
+        return node in self._trail.layouts
 
     def _divide(self, node: Node, layout: Layout) -> None:
         """Have a value divided by the scales, laid out like this, by dividing what it is made of.
 
         :raises Refusal: if that cannot be
         """
-        known = self._layouts.get(node)
+        known = self._trail.layouts.get(node)
         if known is not None:
             if list(map(leaves_of, known)) != list(map(leaves_of, layout)):
                 raise Refusal("its channels meet in another order")
             return
-        self._layouts[node] = layout
+        self._trail.layouts[node] = layout
         if node.op == "placeholder":
             raise Refusal("it comes from outside the graph")
         if mutates(node):
             raise Refusal(f"{op_name(node)} changes it in place")
+        if not fake_value(node).is_floating_point() or node.kwargs.get("rounding_mode"):
+            raise Refusal(f"{op_name(node)} rounds it")
         if "output" in slots_of(node):
             raise Refusal("what it is computed from is quantized as an output")
         use = weight_use(self.gm, node)
-        if use is not None and use.kind == "linear":
+        if use is not None and use.kind in LINEAR_KINDS:
             self._take_up_in_rows(node, layout)
         elif norm_of(self.gm, node):
-            self._take_up_innorm_of(node, layout)
+            self._take_up_in_norm(node, layout)
         elif attention_states(node) is not None:
             self._divide_values(node, layout)
         else:
@@ -130,12 +163,9 @@ class Search:
 
     def _divide_operands(self, node: Node, layout: Layout) -> None:
         name = op_name(node)
-        view = layout_of_source(node, layout)
-        if view is not None:
-            source, layout, repeated = view
-            self._tied += repeated
-            self._follow(source, node, layout)
-        elif name in COMMUTING:
+        if self._divide_view(node, layout):
+            return
+        if commutes(node):
             self._follow(node.args[0], node, layout)
         elif name in ("mul", "multiply"):
             self._divide_one(node, layout)
@@ -149,11 +179,47 @@ class Search:
         else:
             raise Refusal(f"{name} does not commute with a scale per channel")
 
+    def _divide_view(self, node: Node, layout: Layout) -> bool:
+        """Divide what an op shows; False if it is no view.
+
+        If it shows one position of a dimension, all of them are divided or, where that cannot be,
+        that one alone.
+        """
+
+        def all_positions() -> bool:
+            view = layout_of_source(node, layout)
+            if view is not None:
+                source, inner, repeated = view
+                self._trail.tied += repeated
+                self._follow(source, node, inner)
+            return view is not None
+
+        def one_position() -> bool:
+            if part is not None:
+                self._follow(part[0], node, part[1])
+            return part is not None
+
+        part = lone_part(node, layout)
+        ways = [all_positions] if part is None else [all_positions, one_position]
+        return self._first_that_works(ways)
+
+    def _first_that_works(self, ways: Iterable[Callable[[], _T]]) -> _T:
+        """Try ways to have something divided, one after another."""
+        reasons = []
+        for way in ways:
+            before = self._trail.copy()
+            try:
+                return way()
+            except Refusal as reason:
+                self._trail = before
+                reasons.append(str(reason))
+        raise Refusal(" and ".join(dict.fromkeys(reasons)))
+
     def _follow(self, source: Any, node: Node, layout: Layout) -> None:
         """Divide what an op reads, and remember that the op expects it."""
         if not isinstance(source, Node) or not isinstance(fake_value(source), torch.Tensor):
             raise Refusal(f"{op_name(node)} reads a constant")
-        self._edges[source, node] = self._edges.get((source, node), 0) + 1
+        self._trail.edges[source, node] = self._trail.edges.get((source, node), 0) + 1
         self._divide(source, layout)
 
     def _operand(self, operand: Any, node: Node, layout: Layout) -> None:
@@ -167,7 +233,7 @@ class Search:
         parameter = shifted_parameter(operand)
         if parameter is not None and own.dim() == 1:
             source, offset, user = parameter
-            self._tied += repeated
+            self._trail.tied += repeated
             self._take_up(source_of(source), inner, offset)
             self.vectors.add((source, user or node))
             return
@@ -179,19 +245,7 @@ class Search:
         """Divide one factor of a product: a parameter if there is one, or else what works."""
         factors = [factor for factor in node.args[:2] if isinstance(factor, Node)]
         factors.sort(key=lambda factor: shifted_parameter(factor) is None)
-        reasons = []
-        for factor in factors:
-            before = self._layouts, self._edges, self._tied, self._producers, self.makers
-            self._layouts, self._edges = dict(self._layouts), dict(self._edges)
-            self._tied, self._producers = list(self._tied), list(self._producers)
-            self.makers, vectors = set(self.makers), set(self.vectors)
-            try:
-                return self._operand(factor, node, layout)
-            except (Refusal, LayoutError) as reason:
-                self._layouts, self._edges, self._tied, self._producers, self.makers = before
-                self.vectors = vectors
-                reasons.append(str(reason))
-        raise Refusal(" and ".join(dict.fromkeys(reasons)))
+        self._first_that_works(partial(self._operand, each, node, layout) for each in factors)
 
     def _divide_values(self, node: Node, layout: Layout) -> None:
         """Divide the values of attention: each output is a sum of them."""
@@ -210,7 +264,7 @@ class Search:
             if len(leaves) != 1:
                 raise Refusal("attention mixes its channels")
             outer, inner = leaves[0].split(int(own[-3]))
-            self._tied.append(inner)
+            self._trail.tied.append(inner)
             layout = (*layout[:-3], (outer,), *layout[-2:])
         self._follow(values, node, layout)
 
@@ -224,7 +278,7 @@ class Search:
             raise Refusal(f"{op_name(node)} mixes its channels")
         shape = (*fake_value(node).shape[:-2], own[-2], own[-1])
         inner, repeated = aligned(layout, shape, own)
-        self._tied += repeated
+        self._trail.tied += repeated
         self._follow(factor, node, inner)
 
     def _take_up_in_rows(self, node: Node, layout: Layout) -> None:
@@ -236,7 +290,7 @@ class Search:
             if node.op != "call_module":
                 self.vectors.add((bias_node(node), node))
 
-    def _take_up_innorm_of(self, node: Node, layout: Layout) -> None:
+    def _take_up_in_norm(self, node: Node, layout: Layout) -> None:
         shape, weight, bias = norm_of(self.gm, node) or ((), None, None)
         if len(shape) != 1 or weight is None:
             raise Refusal("the norm before it has no weight for each channel")
@@ -253,23 +307,23 @@ class Search:
             raise Refusal("one number stands for all its channels")
         if any(isinstance(leaf, Window) for dim in layout[:-1] for leaf in leaves_of(dim)):
             raise Refusal("a part of what it is computed from cannot be scaled by itself")
-        self._tied += [axis for dim in layout[:-1] for axis in dim]
-        self._producers.append((source, layout[-1], offset))
+        self._trail.tied += [axis for dim in layout[:-1] for axis in dim]
+        self._trail.producers.append((source, layout[-1], offset))
 
     def _check_readers(self) -> None:
         """Make sure that whoever reads a scaled value expects it, or can make up for it."""
-        left = list(self._layouts)
+        left = list(self._trail.layouts)
         while left:
             node = left.pop()
             for user in node.users:
                 if observes(user) or is_about_shapes(user):
                     continue
-                if user not in self._layouts and self._goes_on(node, user):
+                if user not in self._trail.layouts and self._goes_on(node, user):
                     left.append(user)
-                if user not in self._layouts and self._reads_other_part(node, user):
+                if user not in self._trail.layouts and self._reads_other_part(node, user):
                     continue
-                if user in self._layouts:
-                    expected = self._edges.get((node, user), 0)
+                if user in self._trail.layouts:
+                    expected = self._trail.edges.get((node, user), 0)
                     if expected != times_read(node, user):
                         raise Refusal(f"{op_name(user)} also reads it by another way")
                 elif not self._makes_up(node, user):
@@ -278,20 +332,22 @@ class Search:
     def _reads_other_part(self, node: Node, user: Node) -> bool:
         """Whether a reader leaves out the part of a value that is scaled."""
         if not any(
-            isinstance(leaf, Window) for dim in self._layouts[node] for leaf in leaves_of(dim)
+            isinstance(leaf, Window) for dim in self._trail.layouts[node] for leaf in leaves_of(dim)
         ):
             return False
         parts = list(parts_read_by(user))
-        ours = [p for u in node.users for p in parts_read_by(u) if p and p.reader in self._layouts]
+        ours = [
+            p for u in node.users for p in parts_read_by(u) if p and p.reader in self._trail.layouts
+        ]
         return bool(ours) and all(
             part is not None
-            and (part.reader in self._layouts or all(map(part.is_apart_from, ours)))
+            and (part.reader in self._trail.layouts or all(map(part.is_apart_from, ours)))
             for part in parts
         )
 
     def _goes_on(self, node: Node, user: Node) -> bool:
         """Whether a reader hands the scaled value on as it is; its readers are then looked at."""
-        layout, name = self._layouts[node], op_name(user)
+        layout, name = self._trail.layouts[node], op_name(user)
         if mutates(user) or any(layout[:-1]) or user.args[:1] != (node,):
             return False
         shape = tuple(fake_value(user).shape) if is_tensor(user) else ()
@@ -301,18 +357,18 @@ class Search:
         after: Layout = (*[()] * (len(shape) - 1), layout[-1])
         try:
             view = layout_of_source(user, after)
-        except LayoutError:
+        except Refusal:
             return False
         if view is not None and list(map(leaves_of, view[1])) != list(map(leaves_of, layout)):
             return False
-        self._layouts[user] = after
-        self._edges[node, user] = 1
+        self._trail.layouts[user] = after
+        self._trail.edges[node, user] = 1
         return True
 
     def _makes_up(self, node: Node, user: Node) -> bool:
         """Whether a reader is a quantized Linear of which a weight's columns can be multiplied."""
         use = weight_use(self.gm, user)
-        layout = self._layouts[node]
+        layout = self._trail.layouts[node]
         if use is None or use.value is not node or not quantizes_linear(self.gm, user):
             return False
         in_order = leaves_of(layout[-1]) == self._channels.leaves() and not any(layout[:-1])
@@ -340,44 +396,3 @@ def _rows(axes: tuple[Axis, ...]) -> tuple[tuple[int, int, int], ...]:
         else (leaf.size, 0, leaf.size)
         for leaf in leaves
     )
-
-
-def uses_of_parameters(gm: GraphModule, groups: list[Search]) -> Iterator[Use]:
-    """Yield all uses of parameters, and the groups that scale them there."""
-    reading = {node: number for number, group in enumerate(groups) for node in group.readers}
-    making = {node: number for number, group in enumerate(groups) for node in group.makers}
-    vectors = {pair: number for number, group in enumerate(groups) for pair in group.vectors}
-    for node in gm.graph.nodes:
-        if node.op == "call_module":
-            yield from _uses_by_module(gm, node, groups, reading.get(node), making.get(node))
-        if node.op not in ("placeholder", "get_attr") or not is_tensor(node):
-            continue
-        source = source_of(node)
-        users = [u for user in node.users for u in (user.users if transposed_by(user) else [user])]
-        for user in users:
-            use = weight_use(gm, user)
-            if observes(user) or isinstance(user.target, CallRegion):
-                continue  # a region knows its own uses
-            if use is not None and use.kind == "linear" and use.weight_node is node:
-                yield Use(source, "columns", reading.get(user))
-                yield Use(source, "rows", making.get(user))
-            elif (node, user) in vectors:
-                yield Use(source, "vector", vectors[node, user])
-            else:
-                yield Use(source, "other", None)
-
-
-def _uses_by_module(
-    gm: GraphModule, node: Node, groups: list[Search], reading: int | None, making: int | None
-) -> Iterator[Use]:
-    module = gm.get_submodule(str(node.target))
-    if isinstance(module, nn.Linear):
-        weight, bias = parameters_of(gm, node)
-        yield Use(weight, "columns", reading)
-        yield Use(weight, "rows", making)
-        if bias is not None:
-            yield Use(bias, "vector", making)
-        return
-    number = next((n for n, group in enumerate(groups) if group.scales(node)), None)
-    for name, _ in module.named_parameters():
-        yield Use(Source(f"{node.target}.{name}", False), "vector", number)

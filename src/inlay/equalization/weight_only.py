@@ -10,7 +10,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 
 from inlay.equalization.group import Group
-from inlay.equalization.scales import Reader, Scales, at_least
+from inlay.equalization.scales import Reader, Scales
 from inlay.nodes.quantize import fold_weight
 from inlay.recipe import AUTO_STRENGTH, Strength, make_observer
 
@@ -18,6 +18,8 @@ __all__ = ["activation_aware_scales_of"]
 
 # Strengths that "auto" chooses from; with 0 everything stays as it is.
 _CANDIDATES = tuple(step / 10 for step in range(11))
+# Channels that are smaller than this part of the largest one count as if they were so large.
+_SMALLEST = 1e-5
 # Rows of a weight that the error is computed from, where rows are quantized by themselves.
 _ROWS = 256
 _BY_ROW = (
@@ -38,9 +40,10 @@ def activation_aware_scales_of(
 
     :param magnitudes: of each channel, up to a common factor
     """
-    sizes = at_least(group.tie(magnitudes.to(torch.float32)))
+    sizes = group.tie(magnitudes.to(torch.float32))
+    largest = float(sizes.amax())
+    sizes = sizes.clamp(min=largest * _SMALLEST if largest > 0 else 1.0)
     sizes = sizes / sizes.log().mean().exp()
-
     if strength != AUTO_STRENGTH:
         return Scales(values=sizes**strength, strength=strength)
     errors = {a: _error(sizes**a, sizes, readers) for a in _CANDIDATES}

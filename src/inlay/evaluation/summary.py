@@ -16,6 +16,7 @@ from inlay._version import __version__
 from inlay.calibration import Calibration
 from inlay.evaluation.compare import Comparison
 from inlay.evaluation.distributions import Clip, distribution_of_histogram, distribution_of_weight
+from inlay.evaluation.experts import about_coverage, expert_layers
 from inlay.evaluation.findings import layer_findings, slot_findings, unquantized_findings
 from inlay.observers import Observer, QParamsDict
 from inlay.observers.histogram import HistogramObserver
@@ -23,7 +24,6 @@ from inlay.ranges.float_histogram import Histogram
 from inlay.recipe import Plan, Slot, format_in_words, recipe_text, scheme_in_words
 from inlay.report.data import (
     EqualizedValue,
-    ExpertLayer,
     Finding,
     LayerError,
     ReportData,
@@ -33,7 +33,6 @@ from inlay.report.data import (
 )
 from inlay.run_record import Record, model_name
 from inlay.statistics.by_slot import StatisticsBySlot
-from inlay.statistics.coverage import coverage
 
 __all__ = ["report_of", "slot_records"]
 
@@ -104,10 +103,7 @@ def report_of(
             UnequalizedValue(module=module, reason=reason)
             for module, reason in calibration.equalization.refused.items()
         ),
-        experts=tuple(
-            ExpertLayer(module=each.experts, tokens=each.tokens, starved=tuple(each.starved))
-            for each in coverage(statistics)
-        ),
+        experts=tuple(expert_layers(statistics, layers)),
     )
 
 
@@ -132,7 +128,7 @@ def _findings(
         ],
     )
     yield from _about_experts(statistics.plan)
-    yield from _about_coverage(statistics)
+    yield from about_coverage(statistics)
     yield from _about_comparison(comparison)
     if any(s.distribution is not None and s.kind in "qkv" and s.scale_count > 1 for s in slots):
         text = "Distributions of queries, keys and values combine all heads."
@@ -149,27 +145,6 @@ def _about_experts(plan: Plan) -> Iterable[Finding]:
             text=f"The experts of {names[0]} and {len(names) - 1:,} more modules stay in full "
             f"precision: {reason}.",
         )
-
-
-_TAKEN = {
-    "fill": "They have the range of their layer.",
-    "layer": "All experts of the layer have its range.",
-}
-
-
-def _about_coverage(statistics: StatisticsBySlot) -> Iterable[Finding]:
-    """Warn of experts that saw no token, or few."""
-    recipe = statistics.plan.recipe
-    advice = 'calibrate on more data, or set experts="fill" in the recipe.'
-    for each in coverage(statistics):
-        if each.starved:
-            yield Finding(
-                severity="warning",
-                about=each.experts,
-                text=f"{len(each.starved)} of {len(each.tokens)} experts saw too few tokens for "
-                f"scales of their own: {each}. "
-                + _TAKEN.get(recipe.experts, f"Their scales rest on little data; {advice}"),
-            )
 
 
 def _about_comparison(comparison: Comparison | None) -> Iterable[Finding]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from inlay.nodes.quantize import QuantizeDequantize
 
-__all__ = ["POWERS", "BatchMask", "CompareLayer", "counted_rows"]
+__all__ = ["POWERS", "BatchMask", "CompareLayer", "add_powers", "counted_rows"]
 
 # What a compare node sums up: powers of signals and of their errors, and rows compared.
 POWERS = ("output", "output error", "input", "input error", "rows")
@@ -57,17 +57,34 @@ class CompareLayer:
         rows = counted_rows(value, None if batch.mask is None else batch.mask != 0)
         value, output = _picked(value, rows), _picked(output, rows)
         quantized = value if self.quantize is None else _picked(quantized, rows)
-        if self.quantize is not None:
-            sums[2] += _power(value)
-            sums[3] += _power(quantized - value)
-        sums[4] += len(value)
-        wide = weight.float()
-        error = _error_of(value, quantized, wide, wide if folded is weight else folded.float())
-        step = max(1, _CHUNK // len(weight))
-        for start in range(0, len(value), step):
-            part = slice(start, start + step)
-            sums[0] += _power(output[part])
-            sums[1] += _power(error(part))
+        add_powers(sums, value, quantized, output, weight, folded)
+
+
+def add_powers(
+    sums: torch.Tensor,
+    value: torch.Tensor,
+    quantized: torch.Tensor,
+    output: torch.Tensor,
+    weight: torch.Tensor,
+    folded: torch.Tensor,
+) -> None:
+    """Add the powers of some rows to the sums of a layer.
+
+    :param value: rows of the input, in float32
+    :param quantized: the same quantized, or the same tensor if the input is not
+    :param folded: the quantized weight, or the same tensor if the weight is not
+    """
+    if quantized is not value:
+        sums[2] += _power(value)
+        sums[3] += _power(quantized - value)
+    sums[4] += len(value)
+    wide = weight.float()
+    error = _error_of(value, quantized, wide, wide if folded is weight else folded.float())
+    step = max(1, _CHUNK // len(weight))
+    for start in range(0, len(value), step):
+        part = slice(start, start + step)
+        sums[0] += _power(output[part].float())
+        sums[1] += _power(error(part))
 
 
 def _picked(value: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:

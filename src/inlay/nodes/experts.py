@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization.lifecycle import fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from inlay.nodes.observe import Observe
 from inlay.nodes.quantize import QuantizeDequantize
@@ -27,9 +25,11 @@ class ObserveExperts(Observe):
     at once, in the graph; others see the rows of one expert after another, outside of it.
 
     :param experts: how many there are
+    :param first: the number of the first one whose rows the value has; it may have those of some
     """
 
     experts: int = 0
+    first: int = 0
     __name__ = "observe_experts"
 
     @classmethod
@@ -57,10 +57,12 @@ class ObserveExperts(Observe):
         value = value.detach()
         valid = rows_that_count(mask, token_of_row)
         if not self.in_graph:
-            observe_each_expert(value, seen, tokens, *statistics, ends, valid)
+            observe_each_expert(value, seen, tokens, *statistics, ends, valid, self.first)
             return
+        mine = slice(self.first, self.first + len(ends))
+        seen, tokens, *known = (of_all[mine] for of_all in (seen, tokens, *statistics))
         parts = Parts(ends, valid)
-        before = dict(zip((spec.name for spec in self.specs), statistics, strict=True))
+        before = dict(zip((spec.name for spec in self.specs), known, strict=True))
         after = self.rule.after_parts(before, seen, value, parts)
         for name, tensor in before.items():
             tensor.copy_(after[name])
@@ -94,11 +96,12 @@ def observe_each_expert(
     handle: torch.Tensor,
     ends: torch.Tensor,
     valid: torch.Tensor | None,
+    first: int,
 ) -> None:
     """Let observers that take in one value at a time see the rows of each expert."""
     of_expert = ExpertStatistics.of_handle(int(handle)).of_expert
     start = 0
-    for number, end in enumerate(ends.tolist()):
+    for number, end in enumerate(ends.tolist(), first):
         rows = value[start:end]
         if valid is not None:
             rows = rows[valid[start:end]]
@@ -129,13 +132,14 @@ def _(
     handle: torch.Tensor,
     ends: torch.Tensor,
     valid: torch.Tensor | None,
+    first: int,
 ) -> None:
     return None
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizeExperts(QuantizeDequantize):
-    """The callable of a quantize-dequantize node with qparams for each expert.
+    """The callable of a quantize-dequantize node on rows that are divided among experts.
 
     It takes the value, the qparams of all experts along a first dimension, and where the rows of
     each expert end.
@@ -151,18 +155,10 @@ class QuantizeExperts(QuantizeDequantize):
     def __call__(  # type: ignore[override]
         self, value: torch.Tensor, *qparams: torch.Tensor, ends: torch.Tensor
     ) -> torch.Tensor:
+        if not qparams:
+            # A row is a token, which compressed-tensors looks for in a second dimension: without
+            # one it would give all rows of all experts one scale.
+            return self.quantized(value.unsqueeze(0), {}).squeeze(0)
         number = Parts(ends).numbers(len(value)).clamp(max=len(ends) - 1)
-        given = {name: all_[number] for name, all_ in zip(self.names, qparams, strict=True)}
-        global_scale = given.get("global_scale")
-        if "scale" in given:
-            scale, zero_point = given["scale"], given.get("zero_point")
-        else:
-            scale, zero_point = compute_dynamic_scales_and_zp(
-                value=value, args=self.args, module=None, global_scale=global_scale
-            )
-        if global_scale is not None:
-            global_scale = global_scale.unsqueeze(-1)  # beside groups, of which rows have several
-        result: torch.Tensor = fake_quantize(
-            value, scale, zero_point, self.args, global_scale=global_scale
-        )
-        return result
+        rows = (of_experts[number] for of_experts in qparams)
+        return self.quantized(value, dict(zip(self.names, rows, strict=True)))

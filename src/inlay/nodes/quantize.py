@@ -1,5 +1,6 @@
 """Quantization as nodes of a graph, computed by compressed-tensors."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,10 @@ class QuantizeDequantize:
         return hash(self.key)
 
     def __call__(self, value: torch.Tensor, *qparams: torch.Tensor) -> torch.Tensor:
-        given = dict(zip(self.names, qparams, strict=True))
+        return self.quantized(value, dict(zip(self.names, qparams, strict=True)))
+
+    def quantized(self, value: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Quantize and dequantize a value by the qparams that are given, computing the others."""
         global_scale = given.get("global_scale")
         if "scale" in given:
             scale, zero_point = given["scale"], given.get("zero_point")
@@ -45,6 +49,8 @@ class QuantizeDequantize:
             scale, zero_point = compute_dynamic_scales_and_zp(
                 value=value, args=self.args, module=None, global_scale=global_scale
             )
+        if global_scale is not None and global_scale.ndim > 1:
+            global_scale = global_scale.unsqueeze(-1)  # of rows, which have several groups
         result: torch.Tensor = fake_quantize(
             value, scale, zero_point, self.args, global_scale=global_scale
         )

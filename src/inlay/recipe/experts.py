@@ -4,14 +4,21 @@ transformers holds a projection of all experts of a layer in one parameter of th
 Checkpoints and recipes know a Linear for each: `model.layers.0.mlp.experts.3.gate_proj`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ExpertLinear", "ExpertStack", "expert_stacks", "experts_in_one_parameter"]
+__all__ = [
+    "ExpertLinear",
+    "ExpertStack",
+    "expert_stacks",
+    "experts_in_one_parameter",
+    "saved_names",
+]
 
 
 class ExpertLinear(nn.Linear):
@@ -67,19 +74,68 @@ def experts_in_one_parameter(model: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 def expert_stacks(model: nn.Module) -> tuple[list[ExpertStack], dict[str, str]]:
-    """Find the parameters with experts, and the modules whose layout is not known, with reasons."""
+    """Find the parameters with experts, and the modules that are left alone, with reasons."""
     stacks: list[ExpertStack] = []
     unknown: dict[str, str] = {}
+    places: dict[type[nn.Module], str | None] = {}
     for name, module in experts_in_one_parameter(model):
         problem = _problem(module)
         if problem is not None:
             unknown[name] = problem
             continue
-        stacks += [
+        own = [
             ExpertStack(f"{name}.{parameter}", module.get_parameter(parameter), projections)
             for parameter, projections in _layout(module).items()
         ]
+        if type(module) not in places:  # a model saves all of a class in the same way
+            places[type(module)] = _problem_with_saving(model, own)
+        reason = places[type(module)]
+        if reason is None:
+            stacks += own
+        else:
+            unknown[name] = reason
     return stacks, unknown
+
+
+def saved_names(model: nn.Module, stack: ExpertStack) -> dict[str, str]:
+    """Return the names that experts have when transformers saves them, by those in the model.
+
+    Empty if it does not save a matrix for each.
+    """
+    places = _places(model, stack)
+    if not places.keys() >= set(range(len(stack.members))):
+        return {}
+    return {name: places[number] for number, name in enumerate(stack.members)}
+
+
+def _problem_with_saving(model: nn.Module, stacks: Sequence[ExpertStack]) -> str | None:
+    """Why a checkpoint has no place for the scales of single experts; None if it has."""
+    if not hasattr(model, "save_pretrained"):  # it is no model of transformers
+        return None
+    if all(saved_names(model, stack) for stack in stacks):
+        return None
+    return (
+        f"{type(model).__name__} is saved with one tensor for all experts of a layer, which has "
+        "no place for scales of each"
+    )
+
+
+def _places(model: Any, stack: ExpertStack) -> dict[int, str]:
+    """Find the names under which transformers saves matrices, by the number of the member."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # Numbers in place of rows tell which part of the parameter is saved under which name.
+    experts, rows, _ = stack.parameter.shape
+    parts = len(stack.projections)
+    numbers = torch.arange(experts * parts).repeat_interleave(rows // parts)
+    # Of two columns: transformers drops a dimension of size one.
+    marked = numbers.reshape(experts, rows, 1).repeat(1, 1, 2)
+    saved = revert_weight_conversion(model, {stack.name: marked})
+    return {
+        int(tensor.flatten()[0]): name.removesuffix(".weight")
+        for name, tensor in saved.items()
+        if tensor.dim() == 2
+    }
 
 
 def _layout(module: nn.Module) -> Mapping[str, tuple[str, ...]]:

@@ -214,9 +214,19 @@ class Plan:
         return slot.is_observed or is_watched
 
     def can_watch_channels(self, module: str) -> bool:
-        """Whether the channels of a module's input can be equalized: a quantized Linear's."""
-        is_linear = self.kinds.get(module) == "linear" and module not in self.experts
-        return self.recipe.equalize is not None and is_linear and bool(self.of_module(module))
+        """Whether the channels of a module's input can be equalized: a quantized Linear's.
+
+        Experts that share the range of their layer are not scaled each by itself.
+        """
+        is_expert = module in self.experts or module in self.stacks
+        if self.recipe.equalize is None or (is_expert and self.experts_share_ranges):
+            return False
+        return self.kinds.get(module) in ("linear", "experts") and bool(self.of_module(module))
+
+    @property
+    def experts_share_ranges(self) -> bool:
+        """Whether some experts, or all, are given the range of their layer."""
+        return self.recipe.experts in ("fill", "layer")
 
     def weight_slots(self) -> Iterable[Slot]:
         return (slot for slot in self.slots.values() if slot.is_weight)

@@ -61,11 +61,14 @@ class Recipe:
     :param equalize: how much of the size of outlier channels moves from inputs into weights before
         both are quantized, from 0 to 1, or "auto"; None to leave them as they are
     :param experts: which tokens the scales of an expert's inputs rest on, of `EXPERTS`
+    :param preset_observers: the parts of schemes whose observer a preset names and nobody else, so
+        that statistics of another observer serve as well
     """
 
     config: QuantizationConfig
     equalize: Strength | None = None
     experts: Experts = "routed"
+    preset_observers: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         _require_strength(self.equalize)
@@ -109,6 +112,8 @@ class Recipe:
             _PARTS[part]: change(getattr(scheme, _PARTS[part]), wanted, part)
             for part, wanted in changes.items()
         }
+        named = {_PARTS[part] for part, wanted in changes.items() if _names_observer(wanted)}
+        of_preset = {part for part in parts if getattr(getattr(scheme, part), "observer", None)}
         scheme = checked(QuantizationScheme, targets=scheme.targets, format=scheme.format, **parts)
         return cls(
             checked(
@@ -119,6 +124,7 @@ class Recipe:
             ),
             equalize,
             experts,
+            frozenset(of_preset - named),
         )
 
     @classmethod
@@ -194,6 +200,10 @@ class Recipe:
         given = {"equalize": equalize, "experts": experts}
         settings.update({name: value for name, value in given.items() if value is not None})
         return cls.from_preset(settings.pop("preset"), **settings)
+
+
+def _names_observer(wanted: Overrides | None) -> bool:
+    return isinstance(wanted, QuantizationArgs) or "observer" in (wanted or {})
 
 
 def _require_strength(strength: Any) -> None:

@@ -137,14 +137,18 @@ class UnequalizedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
-    """How many tokens each expert of a layer has seen.
+    """What is known of each expert of a layer.
 
+    :param tokens: how many tokens each has seen; none if inputs of experts were not observed
     :param starved: the numbers of experts that saw none, or few
+    :param sqnr_db: the ratio of signal to error for the output of each expert's worst projection,
+        in decibels; None for an expert that no held-out token reached
     """
 
     module: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
     starved: tuple[int, ...] = ()
+    sqnr_db: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +181,7 @@ class ReportData:
     :param unequalized: inputs that could not be
     :param peak_memory: bytes of memory that no file backs, at their peak, if that was measured
     :param tokens_per_second: tokens over the time of the run without comparing, if it was streamed
-    :param experts: layers whose experts were observed, in the order of depth
+    :param experts: layers whose experts were observed or compared, in the order of depth
     """
 
     title: str

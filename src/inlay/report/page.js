@@ -185,58 +185,6 @@ function fillEqualized({ equalized, unequalized }) {
   byId("equalized").replaceChildren(...parts);
 }
 
-// Tokens per expert
-
-const CELL = { least: 4, most: 20, width: 880 };
-
-/** Draws tokens as a map of layers and experts, and says what is under the pointer. */
-function expertsSection(layers) {
-  byId("experts-section").hidden = !layers.length;
-  if (!layers.length) return () => {};
-  const [canvas, note] = [byId("experts-chart"), byId("experts-note")];
-  const columns = Math.max(...layers.map(({ tokens }) => tokens.length));
-  const cell = Math.max(CELL.least, Math.min(CELL.most, Math.floor(CELL.width / columns)));
-  const starved = layers.reduce((sum, layer) => sum + layer.starved.length, 0);
-  const all = layers.reduce((sum, { tokens }) => sum + tokens.length, 0);
-  const summary = `${formatCount(starved)} of ${formatCount(all)} experts saw no tokens, or few.`;
-  canvas.setAttribute("aria-label", `Tokens of experts in ${layers.length} layers. ${summary}`);
-  note.textContent = summary;
-
-  const redraw = () => {
-    [canvas.width, canvas.height] = [columns * cell, layers.length * cell];
-    const context = canvas.getContext("2d");
-    const [colour, frame] = [kindColour(0), css("--warning")];
-    layers.forEach(({ tokens, starved: few }, row) => {
-      const share = tokens.reduce((sum, count) => sum + count, 0) / tokens.length || 1;
-      tokens.forEach((count, column) => {
-        context.globalAlpha = Math.min(1, 0.06 + count / share / 2);
-        context.fillStyle = colour;
-        context.fillRect(column * cell, row * cell, cell - 1, cell - 1);
-      });
-      context.globalAlpha = 1;
-      context.strokeStyle = frame;
-      few.forEach((column) => {
-        context.strokeRect(column * cell + 0.5, row * cell + 0.5, cell - 2, cell - 2);
-      });
-    });
-  };
-  canvas.addEventListener("pointermove", (event) => {
-    const box = canvas.getBoundingClientRect();
-    const row = Math.floor(((event.clientY - box.top) / box.height) * layers.length);
-    const column = Math.floor(((event.clientX - box.left) / box.width) * columns);
-    const count = layers[row]?.tokens[column];
-    note.textContent =
-      count === undefined
-        ? summary
-        : `${layers[row].module}.${column}: ${formatCount(count)} tokens`;
-  });
-  canvas.addEventListener("pointerleave", () => {
-    note.textContent = summary;
-  });
-  redraw();
-  return redraw;
-}
-
 function findingItem({ severity, about, text }) {
   const lines = [element("p", "", text)];
   if (about) lines.unshift(element("p", "name", about));

@@ -6,18 +6,42 @@ view refuses an observer that does.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import enum
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import combinations
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
+from inlay.changes import Held, is_container
 from inlay.errors import StatisticsError
 from inlay.observers import Observer
+from inlay.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    share_memory,
+    written_arguments,
+)
 
-__all__ = ["keeps_only_tensors", "run_on_shadow", "tensors_of"]
+__all__ = [
+    "keeps_only_tensors",
+    "require_tensors_of_their_own",
+    "run_on_shadow",
+    "tensors_of",
+    "watching_ops",
+]
 
 _OF_TORCH = {"_buffers", "_parameters", "_modules"}
+_CONSTANT = (
+    bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, ModuleType,
+    BuiltinFunctionType, torch.dtype, torch.device, torch.layout, re.Pattern,
+)  # fmt: skip
 
 
 def tensors_of(observer: Observer) -> dict[str, torch.Tensor]:
@@ -37,9 +61,9 @@ def run_on_shadow(
     for name, tensor in statistics.items():
         setattr(shadow, name, tensor.clone())
     before = _fingerprints(shadow)
-    with _class_containers_kept(type(observer)) as changed_on_class:
+    with _kept_outside(type(observer)) as changed_outside:
         take_in(shadow)
-        changed = changed_on_class()
+        changed = changed_outside()
     after = _fingerprints(shadow)
     changed += [name for name in after if before.get(name) != after[name]]
     if changed:
@@ -48,6 +72,46 @@ def run_on_shadow(
             "statistic as a tensor in an attribute of its own"
         )
     return tensors_of(shadow)
+
+
+def require_tensors_of_their_own(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> None:
+    """Refuse statistics that a graph could not keep apart from each other, or that go away.
+
+    :raises StatisticsError: it says which
+    """
+    gone = before.keys() - after.keys()
+    if gone:
+        raise StatisticsError(f"{', '.join(sorted(gone))} is no tensor any more after a value")
+    for (one, tensor), (other, another) in combinations(after.items(), 2):
+        if share_memory(tensor, another):
+            raise StatisticsError(
+                f"{one} and {other} share their memory, so that a change of one would have to "
+                "change the other; clone one of them"
+            )
+
+
+@contextmanager
+def watching_ops(mode: FakeTensorMode) -> Iterator[None]:
+    """Raise StatisticsError for ops on tensors without data that a graph would not repeat as is.
+
+    Numbers that are read from such tensors are symbols, for which nobody waits afterwards.
+    """
+    shapes, watching = mode.shape_env, _Watching()  # type: ignore[no-untyped-call]
+    with nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols(), watching:
+        yield
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise StatisticsError("it draws random numbers, which a compiled graph draws otherwise")
+        given = dict(enumerate(args)) | (kwargs or {})
+        written = (given.get(place, given.get(name)) for place, name in written_arguments(func))
+        if any(isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) for t in written):
+            raise StatisticsError("it writes to a tensor that is not an attribute of its own")
+        return func(*args, **(kwargs or {}))
 
 
 def keeps_only_tensors(observer: Observer, fresh: Observer) -> bool:
@@ -73,11 +137,14 @@ def _shadow_of(observer: Observer) -> Observer:
 
 def _fingerprints(observer: Observer) -> dict[str, Any]:
     """What attributes hold besides tensors, in a form that is compared by content."""
-    return {
-        name: _fingerprint(value, name)
-        for name, value in vars(observer).items()
-        if not isinstance(value, torch.Tensor) and name not in _OF_TORCH and value is not None
-    }
+    try:
+        return {
+            name: _fingerprint(value, name)
+            for name, value in vars(observer).items()
+            if not isinstance(value, torch.Tensor) and name not in _OF_TORCH and value is not None
+        }
+    except RecursionError:
+        raise StatisticsError("it keeps objects that refer to each other in a circle") from None
 
 
 def _fingerprint(value: Any, name: str) -> Any:
@@ -88,6 +155,8 @@ def _fingerprint(value: Any, name: str) -> Any:
         )
     if isinstance(value, Observer):
         return id(value)  # a fused one, which has statistics of its own
+    if isinstance(value, _CONSTANT) or value is None:
+        return value
     if isinstance(value, Mapping):
         return (
             type(value),
@@ -97,10 +166,34 @@ def _fingerprint(value: Any, name: str) -> Any:
         return (type(value), [_fingerprint(item, name) for item in value])
     if isinstance(value, (set, frozenset)):
         return (type(value), sorted(repr(_fingerprint(item, name)) for item in value))
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict) and not isinstance(value, type) and not callable(value):
-        return (type(value), [(key, _fingerprint(part, name)) for key, part in own.items()])
-    return value
+    if isinstance(value, (bytearray, memoryview)) or hasattr(value, "tobytes"):
+        return (type(value), bytes(value.tobytes() if hasattr(value, "tobytes") else value))
+    if isinstance(value, partial):
+        return _fingerprint((value.func, value.args, value.keywords), name)
+    if isinstance(value, FunctionType) and not value.__closure__:
+        return (id(value), _fingerprint(vars(value), name))
+    own = _attributes(value)
+    if own is None:
+        raise StatisticsError(
+            f"it keeps a {type(value).__name__} in {name}, of which nobody can tell whether it "
+            "changes; keep each statistic as a tensor in an attribute of its own"
+        )
+    return (type(value), [(key, _fingerprint(part, name)) for key, part in own.items()])
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What an object of a class written in Python holds; None for any other."""
+    slots: list[str] = []
+    for cls in type(value).__mro__:
+        own = vars(cls).get("__slots__", ())
+        slots += [own] if isinstance(own, str) else own
+    if not hasattr(value, "__dict__") and not slots:
+        return None
+    if isinstance(value, (FunctionType, MethodType)):
+        return None  # one with variables of its own
+    held = {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}
+    held.pop("__weakref__", None)
+    return {**held, **held.pop("__dict__", {}), **getattr(value, "__dict__", {})}
 
 
 def _is_queue(value: Any) -> bool:
@@ -108,39 +201,28 @@ def _is_queue(value: Any) -> bool:
 
 
 @contextmanager
-def _class_containers_kept(cls: type[Observer]) -> Iterator[Callable[[], list[str]]]:
-    """Put back what a value changes in lists, dicts and sets of the class, and tell which it were.
+def _kept_outside(cls: type[Observer]) -> Iterator[Callable[[], list[str]]]:
+    """Put back what a value changes on the class and in its module, and tell what it was.
 
     While a graph is traced values have no data, and a class would keep them for good.
     """
-    found = {
-        name: value
-        for base in cls.__mro__
-        if issubclass(base, Observer) and base is not Observer
-        for name, value in vars(base).items()
-        if isinstance(value, (list, dict, set)) and not name.startswith("__")
-    }
-    contents = {name: copy.copy(value) for name, value in found.items()}
-
-    def changed() -> list[str]:
-        return [name for name, value in found.items() if not _same_items(value, contents[name])]
-
+    classes = [base for base in cls.__mro__ if issubclass(base, Observer) and base is not Observer]
+    modules = {base.__module__ for base in classes if not base.__module__.startswith("inlay.")}
+    spaces: list[Any] = [*classes]
+    spaces += [vars(sys.modules[name]) for name in modules if name in sys.modules]
+    held = Held([*(("", space) for space in spaces), *_inside(spaces)])
     try:
-        yield changed
+        yield held.changed
     finally:
-        for name, value in found.items():
-            if not _same_items(value, contents[name]):
-                value.clear()
-                value.extend(contents[name]) if isinstance(value, list) else value.update(
-                    contents[name]
-                )
+        held.put_back()
 
 
-def _same_items(one: Any, other: Any) -> bool:
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(key in other and other[key] is item for key, item in one.items())
-    if isinstance(one, set):
-        return bool(one == other)
-    return all(mine is theirs for mine, theirs in zip(one, other, strict=True))
+def _inside(spaces: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what can be filled, of classes and modules, and the attributes of functions."""
+    for space in spaces:
+        named = vars(space) if isinstance(space, type) else space
+        for name, value in list(named.items()):
+            if is_container(value) and not name.startswith("__"):
+                yield name, value
+            elif isinstance(value, FunctionType):
+                yield name, vars(value)

@@ -229,15 +229,18 @@ def with_gathering_observers(recipe: Recipe, stored: Mapping[str, Statistics]) -
     config = recipe.config.model_copy(deep=True)
     for scheme in config.config_groups.values():
         for base_name, part in (("input", "input_activations"), ("output", "output_activations")):
-            setattr(scheme, part, _as_gathered(getattr(scheme, part), base_name, stored))
-    config.kv_cache_scheme = _as_gathered(config.kv_cache_scheme, "k", stored)
+            args = getattr(scheme, part)
+            if args is None or args.observer is None or part in recipe.preset_observers:
+                setattr(scheme, part, _as_gathered(args, base_name, stored))
+    if config.kv_cache_scheme is not None and config.kv_cache_scheme.observer is None:
+        config.kv_cache_scheme = _as_gathered(config.kv_cache_scheme, "k", stored)
     return replace(recipe, config=config)
 
 
 def _as_gathered(
     args: QuantizationArgs | None, base_name: str, stored: Mapping[str, Statistics]
 ) -> QuantizationArgs | None:
-    if args is None or args.observer is not None or args.dynamic is True:
+    if args is None or args.dynamic is True:
         return args
     of_kind = [known.slot for known in stored.values() if known.slot.base_name == base_name]
     choices = {(slot.observer, str(slot.args.observer_kwargs)): slot for slot in of_kind}

@@ -12,8 +12,17 @@ from inlay.observers import MeasuringObserver, Observer, flatten_for_calibration
 from inlay.ranges.args import key_of
 from inlay.ranges.parts import Parts, beside
 from inlay.recipe import Slot
-from inlay.statistics.functional import run_on_shadow, tensors_of
-from inlay.torch_private import allow_real_tensors, fake_mode_of, without_fake_mode
+from inlay.statistics.functional import (
+    require_tensors_of_their_own,
+    run_on_shadow,
+    tensors_of,
+    watching_ops,
+)
+from inlay.torch_private import (
+    allow_real_tensors,
+    fake_mode_of,
+    without_fake_mode,
+)
 
 __all__ = ["Rule", "TensorSpec"]
 
@@ -92,11 +101,13 @@ class Rule:
         with mode, allow_real_tensors(mode), torch.no_grad():
             if self.measures:
                 return _specs(self.measure(value))
+        with mode, allow_real_tensors(mode), torch.no_grad(), watching_ops(mode):
             start = {
                 name: torch.empty_like(tensor, device=value.device)
                 for name, tensor in tensors_of(self.observer).items()
             }
             first = self._shadowed(start, value, None)
+            require_tensors_of_their_own(start, first)
             later = self._shadowed(first, value, None)
         specs = _specs(first)
         if _specs(later) != specs:

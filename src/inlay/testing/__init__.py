@@ -7,6 +7,7 @@ except ModuleNotFoundError as error:
         "inlay.testing needs Hypothesis; run: pip install 'inlay[testing]'", name="hypothesis"
     ) from error
 
+from inlay.checking import CheckedCalibration, check_calibration
 from inlay.testing.checks import (
     Check,
     check_observer,
@@ -26,7 +27,6 @@ from inlay.testing.strategies import (
     quantization_args,
     values,
 )
-from inlay.workflow.checking import CheckedCalibration, check_calibration
 
 __all__ = [
     "Bounds",

@@ -8,16 +8,22 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import nn
-from torch.fx import GraphModule, symbolic_trace
+from torch.fx import GraphModule, Node, symbolic_trace
+from torch.fx.node import map_arg
 
+from inlay.equalization.group import Group
+from inlay.equalization.parameters import EqualizedParameters
 from inlay.graph import (
+    SlotInput,
     fake_value,
     inputs_of,
     label_inputs,
     propagate_shapes,
     slot_input,
+    slot_inputs,
     tensor_of,
 )
+from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Recipe, make_observer
 from inlay.testing.modules import PLAIN, example_inputs, modules
@@ -26,6 +32,7 @@ __all__ = [
     "STATIC",
     "TRACERS",
     "GraphCase",
+    "Snapshot",
     "dynamo_graph",
     "graphs",
     "inputs_for",
@@ -113,11 +120,13 @@ class GraphCase:
 
     :param how: the tracer; None for a graph that was given
     :param inputs: what the model, or the given graph, is called with
+    :param recipe: how the model is to be quantized
     """
 
     module: nn.Module
     how: str | None
     inputs: tuple[Any, ...]
+    recipe: Recipe = STATIC
 
     @cached_property
     def graph_module(self) -> GraphModule:
@@ -128,32 +137,132 @@ class GraphCase:
 
     @cached_property
     def plan(self) -> Plan:
-        return Plan(self.module, STATIC)
+        return Plan(self.module, self.recipe)
 
     @cached_property
     def configuration(self) -> dict[str, Any]:
         """What fields of passes are filled with."""
-        if not any(isinstance(part, nn.Linear) for part in self.module.modules()):
+        linears = {n: m for n, m in self.module.named_modules() if isinstance(m, nn.Linear)}
+        if not linears:
             return {}
-        return {"plan": self.plan, "qparams": qparams_of(self.plan, self.module)}
+        qparams = qparams_of(self.plan, self.module)
+        return {"plan": self.plan, "qparams": qparams, "equalized": _scaled(self.module, linears)}
+
+    def inputs_of(self, gm: GraphModule) -> dict[Node, Any]:
+        """What to call a graph with that passes made of this one, by input."""
+        found = dict(zip(inputs_of(gm.graph), inputs_for(gm, *self.inputs), strict=True))
+        for node, what in slot_inputs(gm.graph).items():
+            found[node] = self._of_slot(what, found[node])
+        return found
+
+    def _of_slot(self, what: SlotInput, value: Any) -> Any:
+        """The scale, the quantized or the equalized weight that an input stands for."""
+        if what.key == "equalized":
+            return self.configuration["equalized"].named(what.slot)
+        qparams = self.configuration["qparams"].get(what.slot)
+        if qparams is None or what.key not in ("folded", *qparams):
+            return value
+        if what.key != "folded":
+            return qparams[what.key]
+        slot = self.plan.slots[what.slot]
+        layer: Any = self.module.get_submodule(slot.module)
+        return fold_weight(layer.weight, slot.args, qparams)
 
     def __str__(self) -> str:
         if self.how is None:
             return f"    the given graph:\n{self.graph_module.code}"
         return (
+            "    from inlay.testing import GeneratedModule, example_inputs, trace\n"
             f"    model = {self.module!r}\n"
-            f"    graph_module = inlay.testing.trace({self.how!r}, model, *example_inputs())"
+            f"    graph_module = trace({self.how!r}, model, *example_inputs())"
         )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("…")  # Hypothesis repeats it after the message, which has it already
 
 
-def graphs(tracers: Sequence[str] = ("export", "symbolic_trace")) -> st.SearchStrategy[GraphCase]:
-    """Graphs of generated models, by each of these tracers."""
+def _scaled(model: nn.Module, linears: Mapping[str, nn.Linear]) -> EqualizedParameters:
+    """Copies of weights in place of equalized ones, which are scaled by one."""
+    equalized = EqualizedParameters(model)
+    groups: dict[Group, torch.Tensor] = {}
+    weights: dict[str, str] = {}
+    for name, linear in linears.items():
+        weight = equalized.name_of(linear.weight)
+        if weight is not None and weight not in weights.values():
+            group = Group(readers=(name,), producers=(), shape=(linear.in_features,))
+            groups[group], weights[name] = torch.ones(linear.in_features), weight
+    equalized.scale(groups, weights)
+    return equalized
+
+
+def graphs(
+    tracers: Sequence[str] = TRACERS, recipe: Recipe = STATIC
+) -> st.SearchStrategy[GraphCase]:
+    """Graphs of generated models, by each of these tracers, and how to quantize them."""
 
     def of(how: str) -> st.SearchStrategy[GraphCase]:
         drawn = modules(PLAIN) if how == "symbolic_trace" else modules()
-        return drawn.map(lambda module: GraphCase(module, how, example_inputs()))
+        return drawn.map(lambda module: GraphCase(module, how, example_inputs(), recipe))
 
     return st.one_of([of(how) for how in tracers])
+
+
+class Snapshot:
+    """What a graph module is at a time: its nodes, their metadata, its tensors and its code."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.nodes = {node.name: _described(node) for node in gm.graph.nodes}
+        self.order = [node.name for node in gm.graph.nodes]
+        self.meta = {node.name: _meta(node.meta) for node in gm.graph.nodes}
+        self.tensors = {
+            name: tensor.detach().clone()
+            for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]
+        }
+
+    def difference(self, other: "Snapshot") -> str:
+        """What differs, in a few words; nothing if nothing does."""
+        for name in self.nodes.keys() - other.nodes.keys():
+            return f"node {name} is gone"
+        for name in other.nodes.keys() - self.nodes.keys():
+            return f"node {name} is new"
+        if self.order != other.order:
+            return "nodes stand in another order"
+        for name, described in self.nodes.items():
+            if not _same(described, other.nodes[name]):
+                return f"node {name} differs"
+        for name, meta in self.meta.items():
+            changed = [key for key in meta.keys() | other.meta[name].keys()
+                       if not _same(meta.get(key), other.meta[name].get(key))]  # fmt: skip
+            if changed:
+                return f"the metadata {', '.join(sorted(map(str, changed)))} of {name} differs"
+        for name, tensor in self.tensors.items():
+            if name in other.tensors and not torch.equal(tensor, other.tensors[name]):
+                return f"the values of {name} differ"
+        return ""
+
+
+def _described(node: Node) -> tuple[Any, ...]:
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: f"%{n.name}")
+    return node.op, node.target, args, dict(kwargs)
+
+
+def _meta(meta: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Metadata with its containers copied, so that a change in place shows."""
+    return {
+        key: value.copy() if isinstance(value, (dict, list, set)) else value
+        for key, value in meta.items()
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return False  # another tensor
+    return bool(one == other)

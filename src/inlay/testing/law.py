@@ -11,9 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky, HypothesisException, UnsatisfiedAssumption
+from hypothesis.errors import (
+    Flaky,
+    HypothesisException,
+    Unsatisfiable,
+    UnsatisfiedAssumption,
+)
+
+from inlay.errors import ConfigurationError
 
 __all__ = ["UNBOUNDED", "Bounds", "BrokenLawError", "Law", "law", "require", "require_holds"]
 
@@ -104,6 +111,7 @@ def require_holds(of: Law[_S], subject: _S, bounds: Bounds) -> None:
     """Hold a subject against a law, for cases that Hypothesis draws and shrinks.
 
     :raises BrokenLawError: for the simplest case found that breaks the law
+    :raises ConfigurationError: if the subject refuses all cases
     """
     tried, broken = False, list[str]()
     bounds = bounds.from_now()
@@ -126,6 +134,11 @@ def require_holds(of: Law[_S], subject: _S, bounds: Bounds) -> None:
     holds.__name__ = holds.__qualname__ = re.sub(r"\W", "_", f"{of.name}_{subject}")
     try:
         given(of.cases(subject))(_with(of.cost, bounds)(holds))()
+    except Unsatisfiable as error:
+        raise ConfigurationError(
+            f"{subject} refuses every case that was made up for {of.name}; a pass can be given "
+            "`graphs` that it takes, and `after`, the passes that have to run before it"
+        ) from error
     except Flaky as error:
         if not broken:
             raise
@@ -143,8 +156,16 @@ def _with(cost: int, bounds: Bounds) -> settings:
         max_examples=max(1, (bounds.examples or usual.max_examples) // cost),
         deadline=None,
         report_multiple_bugs=False,  # one law, one failure
-        print_blob=False,  # it is for a decorator that nobody can place here
-        suppress_health_check=[*usual.suppress_health_check, HealthCheck.too_slow],
+        # The message has the case, and the rest is about the insides of this module.
+        print_blob=False,
+        verbosity=Verbosity.quiet if usual.verbosity is Verbosity.normal else usual.verbosity,
+        phases=[phase for phase in usual.phases if phase is not Phase.explain],
+        # A pass may take few of the graphs that are made up.
+        suppress_health_check=[
+            *usual.suppress_health_check,
+            HealthCheck.too_slow,
+            HealthCheck.filter_too_much,
+        ],
     )
 
 

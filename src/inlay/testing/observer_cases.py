@@ -69,6 +69,9 @@ class ObserverCase:
         base_name = "weight" if self.slot.is_importance else self.base_name
         call = "observer.observe_input" if self.slot.is_importance else "observer"
         lines = [
+            "import torch",
+            "from compressed_tensors.quantization import QuantizationArgs",
+            "from inlay.observers import Observer",
             f"observer = Observer.load_from_registry({self.args.observer!r}, "
             f"base_name={base_name!r}, args={_args_code(self.args)})",
             *(f"{call}({tensor_code(value)})" for value in self.values),

@@ -1,6 +1,6 @@
 """Laws for passes: what a function from graph to graph leaves alone, promises and says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
@@ -8,19 +8,21 @@ import torch
 from hypothesis import reject
 from hypothesis import strategies as st
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
 
 from inlay.errors import GraphError
-from inlay.graph import Pass, PassResult, Pipeline, fake_value, made_by, observes
+from inlay.graph import Pass, PassResult, Pipeline, fake_value, made_by
 from inlay.graph.editing import leaves
-from inlay.passes import PREPARE, OutlineRepeats, PruneUnobserved
+from inlay.recipe import Recipe
+from inlay.testing.composing import STANDARD, Outcome, Place, places_of, standards
 from inlay.testing.docstrings import Documented, difference, documented
-from inlay.testing.graphs import GraphCase, graphs, inputs_for
+from inlay.testing.graphs import STATIC, GraphCase, Snapshot, graphs
 from inlay.testing.law import BrokenLawError, Law, law, require
+from inlay.testing.observer_cases import short
 
 __all__ = ["LAWS", "PassSubject"]
 
 _COST = 4  # of tracing a model, which takes most of the time
+_BY_ITSELF = "it refuses the graph itself"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,7 @@ class PassSubject:
     :param given: graphs to try besides generated ones, each with what it is called with
     :param tolerance: how far outputs may move if the pass says that it keeps the function
     :param example: the graph that the docstring shows before the pass
+    :param recipe: how generated models are to be quantized, for a pass with a plan
     """
 
     step: Pass | type[Pass]
@@ -39,6 +42,7 @@ class PassSubject:
     given: tuple[tuple[GraphModule, tuple[Any, ...]], ...] = ()
     tolerance: float = 0.0
     example: GraphModule | None = None
+    recipe: Recipe = STATIC
 
     def __str__(self) -> str:
         return self.cls.__name__
@@ -53,8 +57,9 @@ class PassSubject:
 
     def cases(self) -> st.SearchStrategy[GraphCase]:
         """Graphs of generated models, and those that were given."""
-        own = [GraphCase(gm, None, inputs) for gm, inputs in self.given]
-        return st.one_of(st.sampled_from(own), graphs()) if own else graphs()
+        own = [GraphCase(gm, None, inputs, self.recipe) for gm, inputs in self.given]
+        generated = graphs(recipe=self.recipe)
+        return st.one_of(st.sampled_from(own), generated) if own else generated
 
     def pass_for(self, case: GraphCase) -> Pass:
         return _instance(self.step, case)
@@ -91,14 +96,14 @@ def _instance(step: Pass | type[Pass], case: GraphCase) -> Pass:
 def the_input_is_left_alone(subject: PassSubject, case: GraphCase) -> None:
     """The graph that a pass is given is afterwards what it was: nodes, metadata, weights, code."""
     gm = subject.before(case)
-    before = _Snapshot(gm)
+    before = Snapshot(gm)
     result = subject.run(case, gm)
     require(
         result.graph_module is not gm,
         "it returns the graph that it was given; work on inlay.graph.copy(gm)",
     )
     require(
-        not (difference := before.difference(_Snapshot(gm))),
+        not (difference := before.difference(Snapshot(gm))),
         f"it changes the graph that it was given: {difference}; work on inlay.graph.copy(gm)",
     )
 
@@ -107,9 +112,9 @@ def the_input_is_left_alone(subject: PassSubject, case: GraphCase) -> None:
 def modified_is_honest(subject: PassSubject, case: GraphCase) -> None:
     """`modified` is true if the graph differs from the one that was given, and only then."""
     gm = subject.before(case)
-    before = _Snapshot(gm)
+    before = Snapshot(gm)
     result = subject.run(case, gm)
-    difference = before.difference(_Snapshot(result.graph_module))
+    difference = before.difference(Snapshot(result.graph_module))
     if result.modified:
         require(difference, "it says that it modified the graph, and nothing differs")
     else:
@@ -120,12 +125,13 @@ def modified_is_honest(subject: PassSubject, case: GraphCase) -> None:
 def a_second_run_changes_nothing(subject: PassSubject, case: GraphCase) -> None:
     """Run on its own result, a pass changes nothing and says so."""
     once = subject.run(case, subject.before(case)).graph_module
-    before = _Snapshot(once)
+    before = Snapshot(once)
     try:
-        again = subject.run(case, once)
+        subject.pass_for(case).requires(once)
     except GraphError:
         return  # it refuses its own result, and does not change it silently
-    difference = before.difference(_Snapshot(again.graph_module))
+    again = subject.run(case, once)
+    difference = before.difference(Snapshot(again.graph_module))
     require(not difference, f"a second run changes the graph again: {difference}")
     require(not again.modified, "a second run says that it modified the graph, and did not")
 
@@ -208,30 +214,88 @@ def outputs_stay(subject: PassSubject, case: GraphCase) -> None:
             )
 
 
-@law(
-    lambda subject: graphs(),
-    cost=_COST,
-    unless=lambda subject: (
-        "it runs after other passes" if subject.after
-        else None if subject.cls.keeps_function
-        else "it says that it changes what the graph computes"
-    ),
-)  # fmt: skip
-def the_same_slots_are_observed_after_it(subject: PassSubject, case: GraphCase) -> None:
-    """The standard passes find the same slots in the result as in the graph that was given."""
-    gm = subject.before(case)
-    result = subject.run(case, gm).graph_module
-    expected = _slots(gm, case)
-    try:
-        found = _slots(result, case)
-    except GraphError:
-        return  # the standard passes refuse the result, with a reason
+@law(PassSubject.cases, cost=_COST * 3)
+def it_composes_with_the_standard_pipelines(subject: PassSubject, case: GraphCase) -> None:
+    """Wherever it fits in the standard pipelines, they observe and quantize as without it.
+
+    It fits where it accepts the graph by `requires`, behind the passes that have to run before it,
+    and the standard passes that follow accept what it made of the graph by theirs.
+    """
+    if not case.configuration:
+        return  # a recipe has nothing to say of this graph
+    places = [
+        place
+        for standard in standards(case)
+        for place in places_of(standard, subject.cls, subject.after)
+    ]
+    if not places:
+        return  # it is no part of the pipelines that make a whole graph
+    results = [_composes(subject, case, place) for place in places]
+    refusals = [refusal for refusal in results if refusal]
+    if all(refusal == _BY_ITSELF for refusal in results):
+        reject()  # it is not meant for this graph
     require(
-        found == expected,
-        f"the standard passes no longer observe {', '.join(sorted(expected - found)) or 'the same'}"
-        f"{_more(found - expected)}; slots are found by the identity of weights and by names of "
-        "modules in node.meta",
+        len(refusals) < len(results),
+        "it fits nowhere in the standard pipelines, so no calibration can use it: "
+        f"{'; '.join(each for each in refusals if each != _BY_ITSELF)}. If it has to run after "
+        "others, let `requires` refuse graphs before them, or name them as `after`",
     )
+
+
+def _composes(subject: PassSubject, case: GraphCase, place: Place) -> str | None:
+    """Put the pass into a pipeline. Return why it does not fit there; None if it does."""
+    gm = Pipeline(place.before)(case.graph_module).graph_module
+    before_it = (_instance(step, case) for step in subject.after)
+    modified = False
+    for step in (*(s for s in before_it if type(s) not in STANDARD), subject.pass_for(case)):
+        try:
+            step.requires(gm)
+        except GraphError:
+            return _BY_ITSELF
+        result = step(gm)
+        gm, modified = result.graph_module, modified or result.modified
+    if not modified:
+        return None  # it leaves the graph to the others as it was
+    for step in place.after:
+        try:
+            step.requires(gm)
+        except GraphError as error:
+            return f"{step.name} refuses what it makes of a graph if it stands {place} ({error})"
+        try:
+            gm = step(gm).graph_module
+        except Exception as error:
+            raise BrokenLawError(f"if it stands {place}, {step.name} fails: {error}") from error
+    expected = Outcome.of(Pipeline(place.standard.passes)(case.graph_module).graph_module, case)
+    _require_same_outcome(subject, Outcome.of(gm, case), expected, place)
+    return None
+
+
+def _require_same_outcome(
+    subject: PassSubject, found: Outcome, expected: Outcome, place: Place
+) -> None:
+    lost = expected.statistics.keys() - found.statistics.keys()
+    new = found.statistics.keys() - expected.statistics.keys()
+    require(
+        not lost and not new,
+        f"if it stands {place}, the standard passes no longer observe "
+        f"{', '.join(sorted(lost)) or 'the same'}{_more(new)}; slots are found by the identity of "
+        "weights and by names of modules in node.meta, and observers return nothing that is read",
+    )
+    if not subject.cls.keeps_function:
+        return
+    for slot, tensors in expected.statistics.items():
+        for name, tensor in tensors.items():
+            require(
+                _is_close(found.statistics[slot][name], tensor, subject.tolerance),
+                f"if it stands {place}, {name} of {slot} is {short(found.statistics[slot][name])}, "
+                f"and {short(tensor)} without it; what is observed has to be what the op reads",
+            )
+    pairs = zip(found.outputs, expected.outputs, strict=True)
+    for number, (one, other) in enumerate(pairs):
+        require(
+            not isinstance(other, torch.Tensor) or _is_close(one, other, subject.tolerance),
+            f"if it stands {place}, output {number} changes by more than {subject.tolerance:g}",
+        )
 
 
 def _shows_nothing(subject: PassSubject) -> str | None:
@@ -270,12 +334,6 @@ def _more(slots: set[str]) -> str:
     return f", and now {', '.join(sorted(slots))}" if slots else ""
 
 
-def _slots(gm: GraphModule, case: GraphCase) -> set[str]:
-    standard = [step for step in PREPARE if step not in (PruneUnobserved, OutlineRepeats)]
-    observed = Pipeline.of(standard, **case.configuration)(gm).graph_module
-    return {slot.name for node in observed.graph.nodes for slot in observes(node)}
-
-
 class _Recorder(Interpreter):
     """Runs a graph, whatever it takes and returns, and keeps the values that its nodes read."""
 
@@ -292,7 +350,7 @@ class _Recorder(Interpreter):
 
 def _run(gm: GraphModule, case: GraphCase) -> tuple[list[Any], list[tuple[Node, Any]]]:
     """The outputs of a graph, and every node that others read with its value."""
-    inputs = inputs_for(gm, *case.inputs)
+    inputs = case.inputs_of(gm).values()
     recorder = _Recorder(gm)
     with torch.no_grad():
         results = recorder.run(
@@ -308,67 +366,6 @@ def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return torch.allclose(one, other, tolerance, tolerance, equal_nan=True)
 
 
-class _Snapshot:
-    """What a graph module is at a time: its nodes, their metadata, its tensors and its code."""
-
-    def __init__(self, gm: GraphModule) -> None:
-        self.nodes = {node.name: _described(node) for node in gm.graph.nodes}
-        self.order = [node.name for node in gm.graph.nodes]
-        self.meta = {node.name: _meta(node.meta) for node in gm.graph.nodes}
-        self.tensors = {
-            name: tensor.detach().clone()
-            for name, tensor in [*gm.named_parameters(), *gm.named_buffers()]
-        }
-
-    def difference(self, other: "_Snapshot") -> str:
-        """What differs, in a few words; nothing if nothing does."""
-        for name in self.nodes.keys() - other.nodes.keys():
-            return f"node {name} is gone"
-        for name in other.nodes.keys() - self.nodes.keys():
-            return f"node {name} is new"
-        if self.order != other.order:
-            return "nodes stand in another order"
-        for name, described in self.nodes.items():
-            if not _same(described, other.nodes[name]):
-                return f"node {name} differs"
-        for name, meta in self.meta.items():
-            changed = [key for key in meta.keys() | other.meta[name].keys()
-                       if not _same(meta.get(key), other.meta[name].get(key))]  # fmt: skip
-            if changed:
-                return f"the metadata {', '.join(sorted(map(str, changed)))} of {name} differs"
-        for name, tensor in self.tensors.items():
-            if name in other.tensors and not torch.equal(tensor, other.tensors[name]):
-                return f"the values of {name} differ"
-        return ""
-
-
-def _described(node: Node) -> tuple[Any, ...]:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: f"%{n.name}")
-    return node.op, node.target, args, dict(kwargs)
-
-
-def _meta(meta: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Metadata with its containers copied, so that a change in place shows."""
-    return {
-        key: value.copy() if isinstance(value, (dict, list, set)) else value
-        for key, value in meta.items()
-    }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, torch.Tensor):
-        return False  # another tensor
-    return bool(one == other)
-
-
 LAWS: tuple[Law[PassSubject], ...] = (
     the_input_is_left_alone,
     modified_is_honest,
@@ -376,6 +373,6 @@ LAWS: tuple[Law[PassSubject], ...] = (
     the_graph_is_sound,
     metadata_stays_true,
     outputs_stay,
-    the_same_slots_are_observed_after_it,
+    it_composes_with_the_standard_pipelines,
     the_docstring_is_what_it_does,
 )

@@ -1,0 +1,136 @@
+"""Eager observers on hooks: what the graphs of a calibration are held against."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from inlay.checking.linear_experts import LinearExperts
+from inlay.observers import Observer
+from inlay.recipe import Plan, Slot
+
+__all__ = ["Hooks", "Seen"]
+
+
+class Seen:
+    """An eager observer of a slot, and how many values it has seen."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.observer: Observer = slot.make_observer()
+        self.values = 0
+
+    def take_in(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.numel():
+            self.values += 1
+            if self.slot.is_importance:
+                self.observer.observe_input(value)
+            else:
+                self.observer(value)
+
+
+class Hooks:
+    """Eager observers of the inputs and outputs of modules, while a model runs without a graph.
+
+    Experts that a model keeps in one parameter run a second time beside it, each as the Linear
+    modules that a recipe speaks of.
+
+    :param model: the model of the plan, or a copy of it
+    :param original: the model of the plan, if that is another
+    :ivar valid: which tokens of the next batch count, as its attention mask has them; None for all
+    :ivar seen: what was observed, by slot
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, original: nn.Module | None = None) -> None:
+        self.model, self.plan = model, plan
+        self.valid: torch.Tensor | None = None
+        self.seen: dict[str, Seen] = {}
+        self._handles: list[RemovableHandle] = []
+        # Weights are known by identity, and a copy has its own.
+        modules = plan.modules_of(model if original is None else original)
+        for name, module in model.named_modules():
+            self._observe(plan.owner(_weight(modules[name]), plan.kinds.get(name)), name, module)
+        for name in dict.fromkeys(stack.experts for stack in plan.stacks.values()):
+            self._observe_experts(name, LinearExperts(model.get_submodule(name), plan, name))
+
+    def _observe(
+        self, owner: str | None, name: str, module: nn.Module, of: LinearExperts | None = None
+    ) -> None:
+        """Observe a module. Of modules with the same weight, the owner's slots speak for all."""
+        slots = self.plan.of_module(owner) if owner is not None and name in self.plan.kinds else {}
+        weight = slots.get("weight")
+        for slot in (slots.get("input"), None if weight is None else weight.importance):
+            if slot is not None and slot.is_observed:
+                hook = partial(self._see_input, self._seen(slot), of)
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        output = slots.get("output")
+        if output is not None and output.is_observed:
+            hook = partial(self._see_output, self._seen(output), of)
+            self._handles.append(module.register_forward_hook(hook))
+
+    def _observe_experts(self, name: str, experts: LinearExperts) -> None:
+        for own, module in experts.linears.items():
+            self._observe(own, own, module, experts)
+        run = partial(self._run_beside, experts)
+        experts_of_model = self.model.get_submodule(name)
+        self._handles.append(experts_of_model.register_forward_pre_hook(run, with_kwargs=True))
+
+    def _seen(self, slot: Slot) -> Seen:
+        return self.seen.setdefault(slot.name, Seen(slot))
+
+    def _see_input(
+        self,
+        seen: Seen,
+        of: LinearExperts | None,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        seen.take_in(self._counted(args[0] if args else kwargs.get("input"), of))
+
+    def _see_output(
+        self, seen: Seen, of: LinearExperts | None, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        seen.take_in(self._counted(output, of))
+
+    def _run_beside(
+        self, experts: LinearExperts, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        experts(*args, **kwargs)
+
+    def _counted(self, value: Any, of: LinearExperts | None) -> Any:
+        """What counts of a value: without padding, if it has a row for each token."""
+        valid = self.valid
+        if valid is None or not isinstance(value, torch.Tensor):
+            return value
+        if of is not None:
+            return value[:, valid.flatten()[of.tokens]]
+        if value.dim() > 2 and value.shape[:2] == valid.shape:
+            return value[valid]
+        is_flat = value.dim() == 2 and len(value) == valid.numel()
+        return value[valid.flatten()] if is_flat else value
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @classmethod
+    @contextmanager
+    def on(
+        cls, model: nn.Module, plan: Plan, original: nn.Module | None = None
+    ) -> Iterator["Hooks"]:
+        """Observe a model for as long as the context lasts."""
+        hooks = cls(model, plan, original)
+        try:
+            with torch.no_grad():
+                yield hooks
+        finally:
+            hooks.remove()
+
+
+def _weight(module: nn.Module) -> torch.Tensor | None:
+    return getattr(module, "weight", None)
