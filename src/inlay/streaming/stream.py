@@ -163,6 +163,12 @@ def _tokenizer_of(stored: StoredModel, data: Any) -> Any:
 
 def _require_streamable(run: Run) -> None:
     """Refuse recipes and models that need more than one block at a time."""
+    if run.recipe.equalize is not None and run.plan.stacks:
+        raise ConfigurationError(
+            f"a streamed run cannot equalize experts yet, such as those of "
+            f"{next(iter(run.plan.stacks))}; leave equalize out, ignore the experts in the recipe, "
+            "or calibrate in memory"
+        )
     if run.plan.needs_second_run:
         scaled = next(slot for slot in run.plan.slots.values() if slot.sees_scaled)
         raise ConfigurationError(
