@@ -167,14 +167,22 @@ def test_an_observer_that_is_named_needs_statistics_of_its_own(gathered: str, as
         Calibration.from_statistics(model, wanted, stored)
 
 
-@pytest.mark.parametrize("gathered", ["static_minmax", "minmax", "histogram"])
+def test_an_average_of_ranges_carries_no_global_scale() -> None:
+    """That would be an average of the ranges of groups."""
+    model = plain_llama(num_hidden_layers=1)
+    stored = observed(model, recipe("minmax")).stored()
+    other = Recipe.from_preset("NVFP4", ignore=["lm_head"])
+    with pytest.raises(StatisticsError, match="they are per tensor, not per tensor_group"):
+        Calibration.from_statistics(model, other, stored)
+
+
+@pytest.mark.parametrize("gathered", ["static_minmax", "histogram"])
 def test_a_range_per_tensor_carries_a_global_scale(gathered: str) -> None:
     model = plain_llama(num_hidden_layers=1)
     stored = observed(model, recipe(gathered)).stored()
     other = Recipe.from_preset("NVFP4", ignore=["lm_head"])
     found = Calibration.from_statistics(model, other, stored).finalize()
-    observer = {"observer": "minmax" if gathered == "minmax" else "static_minmax"}
-    named = Recipe.from_preset("NVFP4", ignore=["lm_head"], inputs=observer)
+    named = Recipe.from_preset("NVFP4", ignore=["lm_head"], inputs={"observer": "static_minmax"})
     expected = observed(model, named).finalize()
     assert found.keys() == expected.keys()
     for name, values in expected.items():

@@ -12,6 +12,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed import ReduceOp
 
 from inlay._version import __version__
 from inlay.errors import ConfigurationError, StatisticsError
@@ -213,8 +214,14 @@ def problem_with(stored: Statistics, slot: Slot) -> str | None:
     by, args = stored.slot.args, slot.args
     of_same_values = issubclass(gathered, wanted) and bool(wanted._act_sync_dict)
     any_format = gathered.any_format and wanted.any_format
-    if of_same_values and any_format and slot.needed_qparams == ("global_scale",):
-        return None  # it follows from the extremes, whatever these are of
+    keeps_extremes = set(wanted._act_sync_dict.values()) <= {ReduceOp.MIN, ReduceOp.MAX}
+    if (
+        of_same_values
+        and any_format
+        and keeps_extremes
+        and slot.needed_qparams == ("global_scale",)
+    ):
+        return None  # it follows from the extremes of all values; averages of ranges do not
     if args.strategy != by.strategy or args.group_size != by.group_size:
         return f"they are per {_value(by.strategy)}, not per {_value(args.strategy)}"
     if not of_same_values:
@@ -242,20 +249,25 @@ def _as_gathered(
 ) -> QuantizationArgs | None:
     if args is None or args.dynamic is True:
         return args
-    of_kind = [known.slot for known in stored.values() if known.slot.base_name == base_name]
-    choices = {(slot.observer, str(slot.args.observer_kwargs)): slot for slot in of_kind}
+    of_kind = [known for known in stored.values() if known.slot.base_name == base_name]
+    choices = {
+        (known.slot.observer, str(known.slot.args.observer_kwargs)): known for known in of_kind
+    }
     if len(choices) != 1:
         return args
-    (slot,) = choices.values()
+    (known,) = choices.values()
+    slot = known.slot
     wanted = {"observer": slot.observer, "observer_kwargs": slot.args.observer_kwargs}
-    for change in (wanted, *_simpler_observers(slot)):
+    for change in (wanted, {}, *_simpler_observers(slot)):
         chosen = args.model_copy(update=change)
         try:
             make_observer(base_name, chosen)
-        except ConfigurationError:  # it does not work with this strategy
+            problem = problem_with(known, replace(slot, args=chosen))
+        except ConfigurationError:  # the observer does not work with this strategy
             continue
-        return chosen
-    return args
+        if problem is None:
+            return chosen
+    return args.model_copy(update=wanted)
 
 
 def _simpler_observers(slot: Slot) -> Iterator[dict[str, Any]]:
