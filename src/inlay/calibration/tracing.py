@@ -173,10 +173,11 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
     sources: set[str] = set()
     for name, one in module.named_modules():
         yield name, vars(one)
-        for kept in (one._buffers, one._parameters):
+        for kept in (one._buffers, one._parameters, one._modules):
             yield name, kept
         sources.add(type(one).__module__)
-        yield from _inside(vars(one), f"{name}.".lstrip("."), met, depth=3)
+        given = {key: value for key, value in vars(one).items() if key not in _OF_EVERY_MODULE}
+        yield from _inside(given, f"{name}.".lstrip("."), met, depth=3)
     for source in sources:
         if source.partition(".")[0] not in _LIBRARIES and source in sys.modules:
             space = vars(sys.modules[source])
@@ -211,5 +212,6 @@ def _is_plain(value: Any) -> bool:
 
 
 _LARGE = 1000
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks and the like
 # Their modules are shared by many models, and keep nothing of one.
 _LIBRARIES = {"torch", "transformers"}
