@@ -30,8 +30,8 @@ class SpeedUpProducts(Pass):
         y = linear(x, w)            y = fast_linear(x, w)
         return y                    return y
 
-    torch leaves these products to MKL, which takes its slower code on processors that are not
-    Intel's. The results differ in their last bits. Run it last: other passes look for linear ops.
+    torch leaves these products to MKL, which some processors run at half the speed of oneDNN. The
+    results differ in their last bits. Run it last: other passes look for linear ops.
 
     :param smallest: weights with fewer elements stay; calling oneDNN takes a little longer
     """

@@ -35,7 +35,7 @@ def fast_linear(
 def onednn_is_faster() -> bool:
     """Whether oneDNN multiplies float32 matrices faster than torch does, by trying both once.
 
-    torch calls MKL, which takes its slower code on processors that are not Intel's.
+    torch calls MKL. On an AMD processor with AVX-512 oneDNN was twice as fast.
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
