@@ -1,8 +1,9 @@
 """Run the blocks of a model as graphs of their own, so that Dynamo traces one of them for all.
 
-Dynamo traces the model around its blocks: for it, each is one call. When the graph runs, the call
-runs the block as compiled code of its own, which Dynamo finds fit for the next block by checking
-its guards, in microseconds. Tracing a model then hardly depends on its depth.
+A block runs as compiled code of its own, which Dynamo finds fit for the next block by checking its
+guards, in microseconds. Tracing a model then hardly depends on its depth. What is around the blocks
+is run as it is where nothing of it is quantized. Otherwise Dynamo traces it, and for it each block
+is one call.
 """
 
 import itertools
@@ -18,14 +19,17 @@ from torch import nn
 
 from inlay.calibration.tracing import left_alone
 from inlay.errors import GraphError
+from inlay.graph import name_of_mask
 from inlay.recipe import Plan
 from inlay.torch_private import (
     FakeTensorMode,
     allow_real_tensors,
+    as_if_traced,
     fake_mode_of,
     graph_break_errors,
     has_hooks,
     mark_varying,
+    varying_dims,
 )
 
 if TYPE_CHECKING:
@@ -50,9 +54,11 @@ class Blocks:
             weakref.WeakKeyDictionary()
         )
         classes = _block_classes(model)
-        self._marked = {cls: _marked(cls.forward) for cls in classes}
+        self._marked = {cls: _marked(cls.forward, call_block) for cls in classes}
         # Dynamo would trace what a call does besides running `forward` anew for each block.
-        self._marked_calls = {cls: _marked(cls.__call__) for cls in classes if _is_called(cls)}
+        self._marked_calls = {
+            cls: _marked(cls.__call__, call_block) for cls in classes if _is_called(cls)
+        }
         run = {cls: self._compiled(cls.forward) for cls in classes}
         self._blocks = [
             Block(module, type(module).forward, run[type(module)], self._outputs)
@@ -60,14 +66,51 @@ class Blocks:
             if type(module) in run
         ]
 
+    def end_in_observing(self, plan: Plan) -> bool:
+        """Whether data is observed in the last of the blocks, so that all of them have to run."""
+        return bool(self._blocks) and self._blocks[-1].observes(plan)
+
     def running(self, compiled: Callable[..., Any]) -> list[Callable[..., Any]]:
         """The compiled model as a way to run with its blocks apart, if it has any."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            with self._handles(), self._marks():
+                return compiled(*args, **kwargs)
+
+        return [self._once_only(run)] if self._marked else []
+
+    def running_around(self, model: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """The model as it is as a way to run with its blocks apart, if it has any.
+
+        What is around them takes the turns that it takes when it is traced, so that results do not
+        depend on whether it is.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            masks, varying = _masks_of(kwargs), _varying_sizes([args, kwargs])
+
+            def call(handle: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                block = Block.of(handle)
+                if varying:
+                    _mark_sizes([args, kwargs, masks], varying)
+                with as_if_traced(False):  # observers ask, too
+                    result, _ = block.compiled(block.module, args, kwargs, masks)
+                return result
+
+            self._backend.forecast.blocks = len(self._blocks)
+            marked = {cls: _marked(cls.forward, call) for cls in self._marked}
+            with self._handles(), _methods("forward", marked), as_if_traced():
+                return model(*args, **kwargs)
+
+        return [self._once_only(run)] if self._marked else []
+
+    def _once_only(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuse to give a batch to another way of running once a block has observed it."""
+
+        def once(*args: Any, **kwargs: Any) -> Any:
             self._has_run = False
             try:
-                with self._marks():
-                    return compiled(*args, **kwargs)
+                return run(*args, **kwargs)
             except graph_break_errors() as error:
                 if not self._has_run:
                     raise  # nothing of the batch was observed, so another way may run it
@@ -77,7 +120,7 @@ class Blocks:
                     "sizes that came before"
                 ) from error
 
-        return [run] if self._marked else []
+        return once
 
     def _compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(
@@ -101,14 +144,19 @@ class Blocks:
 
     @contextmanager
     def _marks(self) -> Iterator[None]:
-        modules = [(block.module, block.handle) for block in self._blocks]
-        particular = {type(m) for m, _ in modules if m.training or has_hooks(m)}
+        modules = [block.module for block in self._blocks]
+        particular = {type(module) for module in modules if module.training or has_hooks(module)}
         calls = {cls: call for cls, call in self._marked_calls.items() if cls not in particular}
+        with _methods("forward", self._marked), _methods("__call__", calls):
+            yield
+
+    @contextmanager
+    def _handles(self) -> Iterator[None]:
+        modules = [(block.module, block.handle) for block in self._blocks]
         try:
             for module, handle in modules:
                 vars(module)[_HANDLE] = handle
-            with _methods("forward", self._marked), _methods("__call__", calls):
-                yield
+            yield
         finally:
             for module, _ in modules:
                 vars(module).pop(_HANDLE, None)
@@ -222,6 +270,16 @@ def block_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module) in classes}
 
 
+def _masks_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The attention masks of a batch, under the names that blocks know them by."""
+    named = ((name_of_mask(key), value) for key, value in batch.items())
+    return {
+        f"of_batch_{name}": value
+        for name, value in named
+        if name is not None and isinstance(value, torch.Tensor) and value.ndim == 2
+    }
+
+
 def _block_classes(model: nn.Module) -> set[type[nn.Module]]:
     """The classes of modules that stand in rows, with numbers for names; the outermost ones."""
     found: set[type[nn.Module]] = set()
@@ -249,12 +307,12 @@ def _is_called(cls: type[nn.Module]) -> bool:
     return owner is nn.Module or owner.__module__ == "transformers.modeling_layers"
 
 
-def _marked(method: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(method: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     def marked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         handle = getattr(self, _HANDLE, None)
         if handle is None:  # of another model of the same class
             return method(self, *args, **kwargs)
-        return call_block(handle, args, kwargs)
+        return call(handle, args, kwargs)
 
     return marked
 
@@ -291,6 +349,19 @@ def _sizes(value: Any) -> Iterator[tuple[int, int, Any]]:
     for place, tensor in enumerate(_tensors(value)):
         for dim, size in enumerate(tensor.shape):
             yield place, dim, size
+
+
+def _varying_sizes(batch: Any) -> set[int]:
+    """Sizes of the dimensions of a batch that are marked as varying."""
+    return {tensor.shape[dim] for tensor in _tensors(batch) for dim in varying_dims(tensor)}
+
+
+def _mark_sizes(value: Any, varying: set[int]) -> None:
+    """Mark dimensions as varying by their sizes. Those of a fixed size are found out in tracing."""
+    tensors = list(_tensors(value))
+    for place, dim, size in _sizes(value):
+        if size in varying:
+            mark_varying(tensors[place], dim)
 
 
 def _described(value: Any) -> Any:

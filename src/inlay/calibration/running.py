@@ -1,5 +1,6 @@
 """How the graphs of a calibration are run: by which way of tracing, in what, and once more."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -10,14 +11,23 @@ from torch import nn
 
 from inlay.calibration.backend import Backend
 from inlay.calibration.bindings import Bindings
-from inlay.calibration.blocks import Blocks
+from inlay.calibration.blocks import Blocks, block_modules
 from inlay.calibration.pipelines import Pipelines
-from inlay.calibration.tracing import Enclosed, first_that_traces, left_alone, on_trial
+from inlay.calibration.tracing import (
+    Enclosed,
+    first_that_traces,
+    is_of_library,
+    left_alone,
+    on_trial,
+)
 from inlay.errors import ConfigurationError, GraphError
 from inlay.memory import collecting_garbage_later, keeping_freed_memory
-from inlay.torch_private import observing_dynamo
+from inlay.recipe import Plan
+from inlay.torch_private import compiled_in_place, observing_dynamo
 
 __all__ = ["Rerun", "run_apart", "run_for_statistics", "running"]
+
+_LOGITS = "logits_to_keep"  # argument of language models of transformers: for how many tokens
 
 
 @contextmanager
@@ -41,11 +51,59 @@ def run_for_statistics(model: nn.Module, observing: Backend, parts: Backend) -> 
     # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
     whole = torch.compile(Enclosed(model), backend=observing, fullgraph=True)
     broken = torch.compile(Enclosed(model), backend=parts)
-    apart = Blocks(model, observing).running(whole)
+    blocks = Blocks(model, observing)
+    plan = observing.pipelines.plan
+    if blocks.end_in_observing(plan) and _can_stay_around(model, plan):
+        apart = blocks.running_around(_with_few_logits(model, observing))
+    else:
+        apart = blocks.running(whole)
     # Blocks run one after another, so whatever fails may fail late. If the model itself is at
     # fault, tracing it as a whole says so.
     tried = [on_trial(way, model, observing, Exception) for way in apart]
     return first_that_traces([*tried, on_trial(whole, model, observing), broken])
+
+
+def _can_stay_around(model: nn.Module, plan: Plan) -> bool:
+    """Whether the model around its blocks can run as it is, and need not be traced.
+
+    That is so if nothing of it is quantized, it is known to use its blocks as wholes, and it has no
+    head that would run in vain. Equalization wants to see all uses of a weight.
+    """
+    blocks = block_modules(model)
+
+    def is_inside(name: str) -> bool:
+        return name in blocks or ("." in name and is_inside(name.rpartition(".")[0]))
+
+    around = [module for name, module in model.named_modules() if not is_inside(name)]
+    return (
+        plan.recipe.equalize is None
+        and all(map(is_inside, {slot.module for slot in plan.slots.values()}))
+        and all(map(is_of_library, around))
+        and not any(map(compiled_in_place, model.modules()))
+        and (_takes_few_logits(model) or not _has_head(model))
+    )
+
+
+def _with_few_logits(model: nn.Module, observing: Backend) -> Callable[..., Any]:
+    """The model with its head run for one token alone, unless the outputs or a loss are wanted."""
+    if not _takes_few_logits(model):
+        return model
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        are_wanted = observing.pipelines.outputs or kwargs.get("labels") is not None
+        return model(*args, **(kwargs if are_wanted else {_LOGITS: 1, **kwargs}))
+
+    return run
+
+
+def _takes_few_logits(model: nn.Module) -> bool:
+    return _LOGITS in inspect.signature(model.forward).parameters
+
+
+def _has_head(model: nn.Module) -> bool:
+    """Whether a model of transformers computes a number for each word of its vocabulary."""
+    find = getattr(model, "get_output_embeddings", None)
+    return find is not None and find() is not None
 
 
 def run_apart(model: nn.Module, observing: Backend) -> Callable[..., Any]:

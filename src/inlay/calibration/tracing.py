@@ -22,6 +22,7 @@ __all__ = [
     "KeepsError",
     "by_name",
     "first_that_traces",
+    "is_of_library",
     "left_alone",
     "on_trial",
     "without_cache",
@@ -175,14 +176,23 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield name, vars(one)
         for kept in (one._buffers, one._parameters, one._modules):
             yield name, kept
-        sources.add(type(one).__module__)
+        if not is_of_library(one):
+            sources.add(type(one).__module__)
         given = {key: value for key, value in vars(one).items() if key not in _OF_EVERY_MODULE}
         yield from _inside(given, f"{name}.".lstrip("."), met, depth=3)
     for source in sources:
-        if source.partition(".")[0] not in _LIBRARIES and source in sys.modules:
+        if source in sys.modules:
             space = vars(sys.modules[source])
             yield "", space
             yield from _inside(space, "", met, depth=1)
+
+
+def is_of_library(module: nn.Module) -> bool:
+    """Whether a module is of torch or transformers.
+
+    Their code, which many models share, keeps nothing of one in globals and uses blocks as wholes.
+    """
+    return type(module).__module__.partition(".")[0] in ("torch", "transformers")
 
 
 def _inside(
@@ -213,5 +223,3 @@ def _is_plain(value: Any) -> bool:
 
 _LARGE = 1000
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks and the like
-# Their modules are shared by many models, and keep nothing of one.
-_LIBRARIES = {"torch", "transformers"}

@@ -24,6 +24,7 @@ __all__ = [
     "inputs_of",
     "label_inputs",
     "mark_mask",
+    "name_of_mask",
     "slot_input",
     "slot_inputs",
     "tensor_of",
@@ -48,12 +49,17 @@ def attention_masks(gm: GraphModule) -> dict[str, Node]:
     """Find the attention masks among the inputs, by name, that have a number for each token."""
     found = {}
     for node in inputs_of(gm.graph):
-        match = _MASK.search(node.name)
-        name = node.meta.get(_MASK_NAME, match and match.group(1))
+        name = node.meta.get(_MASK_NAME, name_of_mask(node.name))
         value = node.meta.get("example_value", node.meta.get("val"))
         if name is not None and isinstance(value, torch.Tensor) and value.ndim == 2:
             found[name] = node
     return found
+
+
+def name_of_mask(argument: str) -> str | None:
+    """The name of an attention mask, by that of an argument; None if it is something else."""
+    match = _MASK.search(argument)
+    return match and match.group(1)
 
 
 def mark_mask(node: Node, name: str) -> None:

@@ -1,0 +1,95 @@
+"""Private parts of torch. Nothing else in Inlay touches them: a new torch breaks this folder only.
+
+Each entry says what it is for, since which release of torch it works as used here, and what to do
+when it goes. Dynamo and Inductor take a second to import, so functions import them when called.
+"""
+
+from inlay.torch_private.compilers import (
+    as_if_traced,
+    compile_options,
+    compiler_cache_folder,
+    compiler_named,
+    compiling_in,
+    graph_break_errors,
+    inductor_settings,
+    mark_varying,
+    module_behind,
+    observing_dynamo,
+    varying_dims,
+)
+from inlay.torch_private.graphs import (
+    adopt_calling_convention,
+    example_of,
+    lazy_graph_module,
+    new_graph_like,
+    trace_symbolically,
+)
+from inlay.torch_private.modules import (
+    compiled_in_place,
+    default_store,
+    has_hooks,
+)
+from inlay.torch_private.ops import (
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+    is_grouped_product,
+    onednn_linear,
+    set_autocast,
+    set_grad_enabled,
+    without_torch_function,
+    written_arguments,
+)
+from inlay.torch_private.tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    allow_real_tensors,
+    counting_guards_of_code,
+    fake_mode_of,
+    is_proxied,
+    lost_guards,
+    share_memory,
+    sizes_are_equal,
+    without_fake_mode,
+)
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "adopt_calling_convention",
+    "allow_real_tensors",
+    "as_if_traced",
+    "compile_options",
+    "compiled_in_place",
+    "compiler_cache_folder",
+    "compiler_named",
+    "compiling_in",
+    "counting_guards_of_code",
+    "default_store",
+    "example_of",
+    "fake_mode_of",
+    "graph_break_errors",
+    "has_hooks",
+    "inductor_settings",
+    "is_grouped_product",
+    "is_proxied",
+    "lazy_graph_module",
+    "lost_guards",
+    "mark_varying",
+    "module_behind",
+    "new_graph_like",
+    "observing_dynamo",
+    "onednn_linear",
+    "set_autocast",
+    "set_grad_enabled",
+    "share_memory",
+    "sizes_are_equal",
+    "trace_symbolically",
+    "varying_dims",
+    "without_fake_mode",
+    "without_torch_function",
+    "written_arguments",
+]

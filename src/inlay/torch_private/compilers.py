@@ -1,0 +1,147 @@
+"""Private parts of torch: Dynamo and Inductor."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from inlay.torch_private.changing import changed
+from inlay.torch_private.tensors import FakeTensorMode
+
+__all__ = [
+    "as_if_traced",
+    "compile_options",
+    "compiler_cache_folder",
+    "compiler_named",
+    "compiling_in",
+    "graph_break_errors",
+    "inductor_settings",
+    "mark_varying",
+    "module_behind",
+    "observing_dynamo",
+    "varying_dims",
+]
+
+
+def compiler_named(name: str) -> Callable[..., Any]:
+    """The Dynamo backend of that name. torch 2.0; `list_backends`, which is public, only lists."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiler: Callable[..., Any] = lookup_backend(name)
+    return compiler
+
+
+def compiler_cache_folder() -> Path:
+    """The folder in which Inductor keeps what it compiled.
+
+    torch 2.5; TORCHINDUCTOR_CACHE_DIR names it in public, but it has a default too.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+@contextmanager
+def compiling_in(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Compile a graph in the fake mode of its own inputs instead of Dynamo's newer one.
+
+    torch 2.1; else move the inputs to Dynamo's mode before compiling.
+    """
+    from torch._guards import TracingContext, tracing
+
+    with tracing(TracingContext(mode)):
+        yield
+
+
+def inductor_settings(**settings: Any) -> AbstractContextManager[None]:
+    """Change settings of Inductor for a while.
+
+    torch 2.0; `torch.compile(options=…)` is public and takes the same names, but does not reach
+    graphs that a backend compiles itself.
+    """
+    import torch._inductor.config
+
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        # torch runs such code on this machine already. Inductor would ask the C++ compiler once
+        # for each set of instructions, which with an empty cache takes longer than all else.
+        settings = {"cpp.vec_isa_ok": True, **settings}
+    patch: AbstractContextManager[None] = torch._inductor.config.patch(**settings)
+    return patch
+
+
+@contextmanager
+def observing_dynamo() -> Iterator[None]:
+    """Have Dynamo compile the code of a class anew for each of its models, and take no detours.
+
+    `torch.compile(recompile_limit=…)` is public in 2.13 only. The detours are for its logs: it
+    empties the processor's caches to time guards, and reads source files for names of functions.
+    torch 2.6; what is missing is left alone.
+    """
+    from torch._dynamo import config, guards, symbolic_convert
+
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1 << 20)
+    with (
+        changed(config, run_gc_after_compile=False, **limits),
+        changed(guards, profile_guard_manager=lambda *_: 0.0),
+        changed(symbolic_convert, get_funcname=lambda *_: None),
+    ):
+        yield
+
+
+def as_if_traced(answer: bool = True) -> AbstractContextManager[None]:
+    """Have `torch.compiler.is_compiling()` say yes, for models that ask, or no again.
+
+    torch 2.1; `torch.export` sets this flag for what it runs, and nothing public does.
+    """
+    return changed(torch.compiler, _is_compiling_flag=answer)
+
+
+def graph_break_errors() -> tuple[type[Exception], ...]:
+    """What Dynamo raises with `fullgraph=True` where the graph would break.
+
+    torch 2.1; the second is for breaks inside a region, which has to be traced as a whole.
+    """
+    from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported
+
+    return Unsupported, UncapturedHigherOrderOpError
+
+
+def mark_varying(tensor: torch.Tensor, dim: int) -> None:
+    """Compile for every size of a dimension from the start, where that is possible.
+
+    torch 2.1; the documented `torch._dynamo.mark_dynamic` raises where it is not.
+    """
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dim)
+
+
+def varying_dims(tensor: torch.Tensor) -> set[int]:
+    """The dimensions that were marked as varying, by Inlay or by the user.
+
+    torch 2.1; nothing public reads these marks.
+    """
+    marks = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices")
+    return {dim for mark in marks for dim in getattr(tensor, mark, ())}
+
+
+def module_behind(module: Any) -> nn.Module | None:
+    """The module that `torch.compile` wrapped; None for anything else. torch 2.0."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return module._orig_mod if isinstance(module, OptimizedModule) else None
+
+
+def compile_options(compiled: Any) -> Mapping[str, Any]:
+    """The options that `torch.compile` was given for a module, from behind its wrappers.
+
+    torch 2.4; else keep a table of what was compiled.
+    """
+    backend: Any = compiled.dynamo_ctx.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    options: Mapping[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
+    return options
