@@ -293,19 +293,22 @@ def _tabulate(
     steepest = curvature * largest / (norm - 1)
     # A line lies below a curve by up to this much, so half of it is added to what the line gives.
     curved = curvature * width**2 / 16
-    # Beside a kink errors lie between that at the kink and that at the far end of the bin. A little
-    # more than half a bin counts as beside, because values may be misplaced.
-    is_bent = kink <= width * 0.51
-    bent = steepest * ((kink + width * 0.51) / 2 + scale * _OF_STEP)
+    # Beside a kink, errors rise towards it and fall behind it. They lie between two parallel lines:
+    # one through the kink, less steep than errors are on the way to it, and one through the far end
+    # of the bin. A little more than half a bin counts as beside, because values may be misplaced.
+    half = width * 0.51
+    is_bent = kink <= half
+    tilt = norm * (distance - half).clamp_(min=0).pow(norm - 1) * kink.clamp(max=half) / half
+    between = (steepest - tilt) * (kink.clamp(max=half) + half)
+    bent = between / 2 + steepest * scale * _OF_STEP
     misplaced = width * _OF_BIN + middle.abs() * _OF_VALUE
     off = torch.where(is_bent, bent, curved) + steepest * misplaced
-    at_kink = error + steepest * kink
     is_common = middle.abs() + 2 * width <= min(shares) / 2
     off[:, is_common] = 0
     curved[:, is_common] = 0
     return _Table(
-        error=torch.where(is_bent, at_kink - steepest * (kink + width * 0.51) / 2, error + curved),
-        slope=(slope * away.sign() * width).masked_fill_(is_bent, 0),
+        error=error + torch.where(is_bent, between / 2 - (steepest - tilt) * half, curved),
+        slope=torch.where(is_bent, tilt, slope) * away.sign() * width,
         off=off,
     )
 
