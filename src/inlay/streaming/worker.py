@@ -132,9 +132,10 @@ class Worker:
         with self._bar(journal) as bar:
             for number in range(len(journal.written), len(self._regions)):
                 region = self._regions[number]
+                plan = self._run.plan.part(self._regions.belongs_to(number))
                 with self._run.stages(_READING):
                     self._regions.load(region)
-                    self._run.plan.part(self._regions.belongs_to(number)).renew_experts()
+                    plan.renew_experts()
                 for batch, how in self._through(number, activations):
                     tokens, _ = count_tokens(self._batches[batch])
                     place = f"{number + 1} of {len(self._regions)}, {region.name}"
@@ -142,6 +143,7 @@ class Worker:
                 with returning_freed_memory():  # of batches too; weights need it now
                     self._quantize(number, journal, activations)
                     self._stored.release(set(region.parameters) - self._needed_after(number))
+                    plan.renew_experts()  # or they keep what is released
                     self._run.forget_equalized_copies()
 
     def _through(self, number: int, activations: Activations) -> Iterator[tuple[int, str]]:
