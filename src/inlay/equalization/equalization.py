@@ -65,6 +65,7 @@ class Equalization:
         )
         self._done: dict[Group, EqualizedGroup] = {}
         self._scales: dict[Group, Scales] = {}
+        self._has_heard = False  # of groups, from other ranks
         # Whether the scales stay as they are, because data is observed through scaled parameters.
         self.is_settled = False
 
@@ -252,6 +253,7 @@ class Equalization:
         of_ranks = from_all_ranks(self.collected.groups)
         if not self.collected.groups and any(of_ranks):
             groups = next(groups for groups in of_ranks if groups)
+            self._has_heard = True
             self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
 
     def _agree_over_ranks(self, weight_of: WeightOf, of: Some | None) -> list[Group]:
@@ -261,7 +263,8 @@ class Equalization:
         """
         known = self.collected.groups
         own = [group for group in known if of is None or of(group)]
-        of_ranks = [groups for groups in from_all_ranks(own) if groups]
+        said = [] if self._has_heard else own  # who has heard of some groups knows of no others
+        of_ranks = [groups for groups in from_all_ranks(said) if groups]
         if not of_ranks:
             return []
         agreed = [group for group in of_ranks[0] if all(group in each for each in of_ranks)]
