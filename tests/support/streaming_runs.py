@@ -60,3 +60,10 @@ def stopping(*, after: int) -> Iterator[None]:
         patch.setattr(Journal, "add", add_some)
         with pytest.raises(KeyboardInterrupt):
             yield
+
+
+def recipe_of_killed(equalized: bool) -> Recipe:
+    """The recipe of runs that are killed, here and in a process of their own."""
+    observer = {"observer": "histogram"} if equalized else {}
+    strength = 0.7 if equalized else None
+    return Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs=observer, equalize=strength)
