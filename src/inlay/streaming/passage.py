@@ -102,7 +102,6 @@ class Passage:
 
     def _start_equalized(self, outside: set[str]) -> None:
         """Start the batches with the scaled parameters outside of the blocks, which are copied."""
-        self._run.forget_equalized_copies()
         absent = outside - self._stored.loaded
         self._stored.load(absent, mapped=True)
         with self._refusing():

@@ -158,7 +158,7 @@ class Worker:
         if self._passage is not None:
             yield from ((batch, "") for batch in self._passage.through(region, activations))
         if self._run.plan.needs_second_run:
-            with self._run.stages("equalizing"):
+            with self._run.stages("equalizing"), returning_freed_memory():
                 self._settle(number)
             if self._passage is not None:
                 scaled = self._run.equalization.parameters.changed
@@ -181,6 +181,10 @@ class Worker:
         self._stored.load(absent, mapped=True)
         run.equalization.choose(run.statistics, run.module_weight, self._runs_in(number))
         self._stored.release(absent - self._needed_after(number))
+        # Here and not when batches run, which keeps the room that wider copies take meanwhile.
+        parameters = run.equalization.parameters
+        for name in parameters.changed.intersection(self._regions[number].runs):
+            parameters.named(name)
 
     def _runs_in(self, number: int) -> Callable[[Group], bool]:
         runs, collected = set(self._regions[number].runs), self._run.equalization.collected
