@@ -65,7 +65,7 @@ class Equalization:
         )
         self._done: dict[Group, EqualizedGroup] = {}
         self._scales: dict[Group, Scales] = {}
-        self._has_heard = False  # of groups, from other ranks
+        self._has_heard = False  # of groups, from other ranks, and has traced nothing itself
         # Whether the scales stay as they are, because data is observed through scaled parameters.
         self.is_settled = False
 
@@ -251,7 +251,7 @@ class Equalization:
     def hear_of_groups(self, weight_of: WeightOf) -> None:
         """Let ranks that have traced nothing know the groups that others have found so far."""
         of_ranks = from_all_ranks(self.collected.groups)
-        if not self.collected.groups and any(of_ranks):
+        if self.collected.is_empty and any(of_ranks):
             groups = next(groups for groups in of_ranks if groups)
             self._has_heard = True
             self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
@@ -259,12 +259,11 @@ class Equalization:
     def _agree_over_ranks(self, weight_of: WeightOf, of: Some | None) -> list[Group]:
         """Equalize on all ranks what each rank with data would; return these groups.
 
-        A rank without data has traced nothing, and knows of no groups.
+        A rank without data has traced nothing, and has no say.
         """
         known = self.collected.groups
         own = [group for group in known if of is None or of(group)]
-        said = [] if self._has_heard else own  # who has heard of some groups knows of no others
-        of_ranks = [groups for groups in from_all_ranks(said) if groups]
+        of_ranks = [groups for groups in from_all_ranks([] if self._has_heard else own) if groups]
         if not of_ranks:
             return []
         agreed = [group for group in of_ranks[0] if all(group in each for each in of_ranks)]
