@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ def _large() -> Iterator[Any]:
         between = 2 * LARGE_BATCHES * TOKENS * LARGE["hidden"] * 2  # of two blocks, in bfloat16
         allowed = 2.5 * block + between + 600e6
         yield Row("peak / 2.5 blocks, values and 600 MB", label, single(taken["peak"] / allowed))
+        twice = measure("equalized", str(Path(place) / "model"), place, LARGE_BATCHES)
+        share = single(twice["peak"] / (allowed + between))
+        yield Row("the same where observers see equalized inputs", label, share)
 
 
 def measure(way: str, folder: str, out: str, count: int) -> dict[str, float]:
@@ -68,7 +71,7 @@ def child(way: str, folder: str, out: str, count: int) -> None:
     from overhead import recipe
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from inlay import calibrate, stream
+    from inlay import Recipe, calibrate, stream
     from inlay.checkpoint.loading import load_model
     from inlay.streaming.peak import MemoryWatch
 
@@ -77,8 +80,11 @@ def child(way: str, folder: str, out: str, count: int) -> None:
     batches = [{"input_ids": torch.randint(0, vocabulary, (1, TOKENS))} for _ in range(count)]
     wanted = recipe("static_minmax")
 
-    def streamed() -> None:
+    def streamed(wanted: Any = wanted) -> None:
         stream(folder, wanted, batches, out=out, held_out=0, report=False)
+
+    def equalized() -> None:
+        streamed(Recipe.from_preset("W8A8_STATIC", inputs={"observer": "minmax"}, equalize=0.7))
 
     def in_memory() -> None:
         calibrate(load_model(folder), wanted, batches, held_out=0).save(out, report=False)
@@ -92,7 +98,12 @@ def child(way: str, folder: str, out: str, count: int) -> None:
         from pipelines import _peer
 
         peer = _peer(way)
-    ways = {"streamed": streamed, "in-memory": in_memory, "sequential": sequential}
+    ways: dict[str, Callable[[], None]] = {
+        "streamed": streamed,
+        "equalized": equalized,
+        "in-memory": in_memory,
+        "sequential": sequential,
+    }
     start = time.perf_counter()
     with MemoryWatch() as memory:
         ways[way]()

@@ -10,6 +10,7 @@ from folders import assert_same_folder
 from tokens import text_of, word_tokenizer
 from typer.testing import CliRunner
 
+from inlay import StoredStatistics
 from inlay.cli import app
 
 pytestmark = pytest.mark.slow
@@ -43,3 +44,17 @@ def test_streamed_from_the_command_line_it_is_the_same(tmp_path: Path) -> None:
     assert "needs --stream" in inlay(
         tmp_path, *command, "--out", "other", "--offload-activations", code=2
     )
+
+
+def test_equalized_inputs_are_observed_block_by_block(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    texts = [text_of(list(range(4 + row % 5))) for row in range(8)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    observed = ["--observer", "input=histogram", "--equalize", "auto", "--compiler", "eager"]
+    data = ["--data", "texts.txt", "--samples", "6", "--batch-size", "2"]
+    command = ["--scheme", "W8A8_STATIC", *observed, *data]
+    inlay(tmp_path, *command, "--out", "in-memory")
+    inlay(tmp_path, *command, "--out", "streamed", "--stream")
+    assert_same_folder(tmp_path / "streamed", tmp_path / "in-memory")
+    assert StoredStatistics.load(tmp_path / "streamed").is_second_run

@@ -10,8 +10,9 @@ import pytest
 import torch
 from families import batch, llama
 from folders import assert_same_folder
+from streaming_runs import recipe_of_killed
 
-from inlay import Recipe, calibrate
+from inlay import calibrate
 from inlay.checkpoint.loading import load_model
 
 pytestmark = pytest.mark.slow
@@ -23,11 +24,11 @@ import json, os, signal, sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-place, moments = Path(sys.argv[2]), json.loads(sys.argv[3])
+place, moments, equalized = Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4] == "equalized"
 
 import torch
 from families import batch
-from inlay import Recipe
+from streaming_runs import recipe_of_killed as recipe_of
 from inlay.streaming import activations, journal, parts, worker
 from inlay.streaming.stream import stream
 
@@ -38,6 +39,8 @@ def killed_at(owner, name, left, after):
     own = getattr(owner, name)
 
     def step(*args, **kwargs):
+        if equalized and not kwargs.get("equalized"):
+            return own(*args, **kwargs)  # only steps of second passages count
         left[0] -= 1
         if left[0] == 0 and not after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -70,7 +73,7 @@ def child(moment, after):
             file.write(written.region + "\\n")
 
     journal.Journal.add = noted
-    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
+    recipe = recipe_of(equalized)
     data = [batch(torch.nn.Module(), index) for index in range(4)]
     stream(
         place / "model", recipe, data, out=place / "out", held_out=0, compiler="eager", resume=True
@@ -93,10 +96,9 @@ print(json.dumps({"killed": killed}))
 """
 
 
-def test_killed_at_many_moments_it_ends_with_the_same_result(tmp_path: Path) -> None:
-    llama(num_hidden_layers=3).save_pretrained(tmp_path / "model")
-    chance = random.Random(16)
-    moments = [(chance.randint(5, 16), chance.random() < 0.5) for _ in range(7)] + [(1000, True)]
+def run_killed(place: Path, moments: list[tuple[int, bool]], *, equalized: bool) -> int:
+    """Stream a model, killed at these moments; return how often it was."""
+    llama(num_hidden_layers=3).save_pretrained(place / "model")
     done = subprocess.run(
         [
             sys.executable,
@@ -105,20 +107,33 @@ def test_killed_at_many_moments_it_ends_with_the_same_result(tmp_path: Path) -> 
             "-c",
             SCRIPT,
             str(Path(__file__).parent.parent / "support"),
-            str(tmp_path),
+            str(place),
             json.dumps(moments),
+            "equalized" if equalized else "",
         ],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["killed"] >= 4
+    killed: int = json.loads(done.stdout)["killed"]
     # No region was done twice once it was in the journal.
-    finished = (tmp_path / "finished").read_text().split("\n")[:-1]
+    finished = (place / "finished").read_text().split("\n")[:-1]
     assert len(finished) == len(set(finished)) == 5
     data = [batch(torch.nn.Module(), index) for index in range(4)]
-    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
-    run = calibrate(load_model(tmp_path / "model"), recipe, data, held_out=0, compiler="eager")
-    assert_same_folder(tmp_path / "out", run.save(tmp_path / "expected"))
-    assert not (tmp_path / "out.streaming").exists()
+    recipe = recipe_of_killed(equalized)
+    run = calibrate(load_model(place / "model"), recipe, data, held_out=0, compiler="eager")
+    assert_same_folder(place / "out", run.save(place / "expected"))
+    assert not (place / "out.streaming").exists()
+    return killed
+
+
+def test_killed_at_many_moments_it_ends_with_the_same_result(tmp_path: Path) -> None:
+    chance = random.Random(16)
+    moments = [(chance.randint(5, 16), chance.random() < 0.5) for _ in range(7)] + [(1000, True)]
+    assert run_killed(tmp_path, moments, equalized=False) >= 4
+
+
+def test_killed_while_equalized_inputs_are_observed(tmp_path: Path) -> None:
+    """With the second of four batches in the first block, and with the last one there."""
+    assert run_killed(tmp_path, [(6, False), (4, True), (1000, True)], equalized=True) == 2

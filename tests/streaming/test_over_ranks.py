@@ -13,7 +13,7 @@ import torch
 from families import llama, qwen3_moe
 from folders import assert_same_folder
 from ranks import Ranks
-from streaming_ranks import Job, run
+from streaming_ranks import Job, run, run_in_memory
 
 from inlay import Recipe
 from inlay.errors import ConfigurationError, RankError
@@ -24,6 +24,10 @@ STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer
 HISTOGRAM = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "histogram"})
 WITH_HEAD = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"})
 EQUALIZED = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"}, equalize="auto")
+SEEN_SCALED = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"}, equalize=0.7)
+EQUALIZED_EXPERTS = Recipe.from_preset(
+    "FP8", ignore=["lm_head", "re:.*gate$"], inputs={"observer": "minmax"}, equalize="auto"
+)
 EXPERTS = Recipe.from_preset(
     "FP8", ignore=["lm_head", "re:.*gate$"], inputs={"observer": "static_minmax"}, experts="fill"
 )
@@ -52,7 +56,7 @@ def rows(count: int) -> list[dict[str, list[int]]]:
     ]
 
 
-def on_all(ranks: Ranks, job: Job) -> list[dict[str, Any]]:
+def on_all(ranks: Ranks, job: Job, run: Any = run) -> list[Any]:
     found = ranks.run(run, [job] * ranks.size)
     for result in found:
         if isinstance(result, BaseException):
@@ -83,12 +87,14 @@ def test_they_write_what_one_process_does(ranks: Ranks, model: Path) -> None:
     assert sorted(path.name for path in model.parent.iterdir()) == ["alone", "model", "out"]
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_one_of_them_may_have_no_rows(ranks: Ranks, model: Path, offload: bool) -> None:
+@pytest.mark.parametrize(("recipe", "offload"), [(EQUALIZED, False), (SEEN_SCALED, True)])
+def test_one_of_them_may_have_no_rows(
+    ranks: Ranks, model: Path, recipe: Recipe, offload: bool
+) -> None:
     job = Job(
         model=model,
         out=model.parent / "out",
-        recipe=EQUALIZED,
+        recipe=recipe,
         data=rows(1),
         options={"offload_activations": offload},
     )
@@ -97,9 +103,9 @@ def test_one_of_them_may_have_no_rows(ranks: Ranks, model: Path, offload: bool) 
 
 
 def test_batches_that_are_given_are_their_own(ranks: Ranks, model: Path) -> None:
-    """Also if the first has none; and together they have to have some."""
+    """Also if the first has none, and writes; and together they have to have some."""
     given = [{"input_ids": torch.tensor([row["input_ids"]])} for row in rows(3)]
-    job = Job(model=model, out=model.parent / "out", recipe=STATIC, own=([], given))
+    job = Job(model=model, out=model.parent / "out", recipe=SEEN_SCALED, own=([], given))
     on_all(ranks, job)
     assert_same_folder(job.out, alone(replace(job, own=(), data=given)), but=["data"])
     found = ranks.run(run, [replace(job, out=model.parent / "other", own=([], []))] * 2)
@@ -112,6 +118,20 @@ def test_experts_that_some_never_ran(ranks: Ranks, tmp_path: Path) -> None:
     job = Job(model=tmp_path / "model", out=tmp_path / "out", recipe=EXPERTS, data=rows(3))
     on_all(ranks, job)
     assert_same_folder(job.out, alone(job), but=["data"])
+
+
+def test_equalized_experts_are_those_of_as_many_in_memory(ranks: Ranks, tmp_path: Path) -> None:
+    """Sums of sizes, by which "auto" chooses, are rounded as the data is divided."""
+    qwen3_moe().save_pretrained(tmp_path / "model")
+    options = {"samples": 5, "held_out": 2}
+    recipe, data = EQUALIZED_EXPERTS, rows(7)
+    job = Job(
+        model=tmp_path / "model", out=tmp_path / "out", recipe=recipe, data=data, options=options
+    )
+    on_all(ranks, job)
+    expected = replace(job, out=tmp_path / "in-memory")
+    on_all(ranks, expected, run_in_memory)
+    assert_same_folder(job.out, expected.out)
 
 
 def test_without_data_they_search_a_part_of_the_weights_each(ranks: Ranks, model: Path) -> None:
@@ -136,12 +156,12 @@ def test_a_block_takes_few_collectives(ranks: Ranks, tmp_path: Path) -> None:
     assert 0 < counts[1] - counts[0] <= 8
 
 
-@pytest.mark.parametrize("again", [2, 1])
+@pytest.mark.parametrize(("again", "recipe"), [(2, WITH_HEAD), (1, SEEN_SCALED)])
 def test_an_interrupted_run_goes_on_with_as_many_or_one(
-    ranks: Ranks, model: Path, again: int
+    ranks: Ranks, model: Path, again: int, recipe: Recipe
 ) -> None:
     """The last part has to be written, and batches have been observed in front of it."""
-    job = Job(model=model, out=model.parent / "out", recipe=WITH_HEAD, data=rows(5))
+    job = Job(model=model, out=model.parent / "out", recipe=recipe, data=rows(5))
     for error in ranks.run(run, [replace(job, stop=(1, 4, "memory is full"))] * 2):
         assert "memory is full" in str(error)
     assert not job.out.exists()
@@ -151,7 +171,9 @@ def test_an_interrupted_run_goes_on_with_as_many_or_one(
         run(resumed)
     else:
         on_all(ranks, resumed)
-    assert_same_folder(job.out, alone(job), but=["data"])
+    whole = replace(job, out=model.parent / "whole")
+    on_all(ranks, whole)
+    assert_same_folder(job.out, whole.out, but=["data"])
 
 
 def test_a_killed_one_is_named_and_another_number_goes_on(model: Path) -> None:

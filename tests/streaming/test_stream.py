@@ -1,20 +1,21 @@
 """A model that is streamed from disk to disk, held against one that is calibrated in memory."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from families import batch, bert, llama, qwen3_moe
+from families import bert, llama, qwen3_moe
 from folders import assert_same_folder, tensors_in
 from safetensors.torch import load_file, save_file
+from streaming_runs import batches, in_memory, stopping, streamed
 from transformers import AutoModelForCausalLM
 
-from inlay import Recipe, calibrate, stream
+from inlay import Recipe, stream
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.errors import CheckpointError, ConfigurationError, StatisticsError
+from inlay.streaming.worker import Worker
 
 pytestmark = pytest.mark.slow
 
@@ -25,29 +26,6 @@ STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
 def folder(tmp_path: Path) -> Path:
     llama(num_hidden_layers=3).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-def batches(count: int = 6, lengths: tuple[int, ...] = (6,)) -> list[dict]:
-    """Batches of which every other one has padding."""
-    found = []
-    for index in range(count):
-        made = batch(torch.nn.Module(), index, tokens=lengths[index % len(lengths)])
-        made["attention_mask"][0, :2] = index % 2
-        found.append(made)
-    return found
-
-
-def in_memory(folder: Path, recipe: Recipe, data: list | None, **options) -> Path:
-    torch._dynamo.reset()
-    out = folder.parent / "in-memory"
-    calibrate(load_model(folder), recipe, data, compiler="eager", **options).save(out)
-    return out
-
-
-def streamed(folder: Path, recipe: Recipe, data: list | None, **options) -> Path:
-    torch._dynamo.reset()
-    out = folder.parent / options.pop("name", "streamed")
-    return stream(folder, recipe, data, out=out, compiler="eager", **options).folder
 
 
 def test_it_writes_what_a_run_in_memory_writes(folder: Path) -> None:
@@ -68,9 +46,6 @@ def test_it_writes_what_a_run_in_memory_writes(folder: Path) -> None:
         assert bool(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all())
 
 
-EQUALIZED = Recipe.from_preset(
-    "W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"}, equalize=0.7
-)
 RECIPES = {
     "fused": Recipe.from_preset("NVFP4", ignore=["lm_head"]),
     "kv_cache": Recipe.from_preset(
@@ -83,25 +58,13 @@ RECIPES = {
         "W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "histogram"}
     ),
     "moving": Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "minmax"}),
-    "equalized": EQUALIZED,
-    # The norm in front of the head is scaled too, and written with it.
-    "equalized head": Recipe.from_preset(
-        "W8A8_STATIC", inputs={"observer": "static_minmax"}, equalize="auto"
-    ),
-    "equalized weights": Recipe.from_preset(
-        "W4A16",
-        ignore=["lm_head"],
-        weights={"observer": "imatrix_mse", "group_size": 16},
-        equalize=0.5,
-    ),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_whatever_is_observed(folder: Path, name: str) -> None:
-    data, options = batches(4), {"samples": 4, "held_out": 4 if "equalized" in name else 0}
-    expected = in_memory(folder, RECIPES[name], data, **options)
-    assert_same_folder(streamed(folder, RECIPES[name], data, **options), expected)
+    expected = in_memory(folder, RECIPES[name], batches(4), held_out=0)
+    assert_same_folder(streamed(folder, RECIPES[name], batches(4), held_out=0), expected)
 
 
 def test_a_tied_head_that_is_quantized_too(tmp_path: Path) -> None:
@@ -141,6 +104,23 @@ def test_experts_are_quantized_one_by_one(tmp_path: Path, name: str) -> None:
     expected = in_memory(tmp_path / "model", OF_EXPERTS[name], data, samples=2, held_out=2)
     found = streamed(tmp_path / "model", OF_EXPERTS[name], data, samples=2, held_out=2)
     assert_same_folder(found, expected)
+
+
+def test_experts_are_let_go_of_when_their_block_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qwen3_moe(num_hidden_layers=3).save_pretrained(tmp_path / "model")
+    quantize, held = Worker._quantize, []
+
+    def noting(self: Worker, number: int, *args) -> None:
+        experts = self._run.plan.experts.items()
+        have_data = [name for name, expert in experts if expert.weight.stride() != (0, 0)]
+        held.append({name.split(".")[2] for name in have_data})
+        quantize(self, number, *args)
+
+    monkeypatch.setattr(Worker, "_quantize", noting)
+    streamed(tmp_path / "model", Recipe.from_preset("FP8_DYNAMIC", ignore=GATES), None)
+    assert held == [{"0"}, {"1"}, {"2"}, set()]
 
 
 def test_experts_that_saw_too_little_are_refused_by_name(tmp_path: Path) -> None:
@@ -183,19 +163,9 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_read(tmp_path: Path) -
         with pytest.raises(ConfigurationError, match="cannot be cut at its blocks"):
             stream(stored, STATIC, batches(2), out=tmp_path / "out", compiler="eager")
     assert not stored.reads
-    equalizing = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"}, equalize=0.5)
-    with pytest.raises(ConfigurationError, match=r"goes over the data once.*with static_minmax"):
-        stream(stored, equalizing, batches(2), out=tmp_path / "out")
-    assert not stored.reads
-    qwen3_moe().save_pretrained(tmp_path / "experts")
-    routed = StoredModel.open(tmp_path / "experts")
-    experts = Recipe.from_preset("FP8", ignore=GATES, equalize=0.5)
-    with pytest.raises(ConfigurationError, match=r"cannot equalize experts yet.*in memory"):
-        stream(routed, experts, batches(2), out=tmp_path / "out")
-    assert not routed.reads
     with pytest.raises(ConfigurationError, match="no data to observe"):
         stream(stored, STATIC, out=tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["breaking", "experts", "one"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["breaking", "one"]
 
 
 def test_a_missing_or_damaged_or_wrong_file_is_named(folder: Path) -> None:
@@ -225,43 +195,11 @@ def test_a_missing_or_damaged_or_wrong_file_is_named(folder: Path) -> None:
     assert not (folder.parent / "out.streaming").exists()
 
 
-@pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Stream, and stop when some blocks are in the journal."""
-    from inlay.streaming.journal import Journal
-
-    add = Journal.add
-
-    def stop(*args, after: int, **options) -> None:
-        def add_some(self, written) -> None:
-            if len(self.written) == after:
-                raise KeyboardInterrupt
-            add(self, written)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Journal, "add", add_some)
-            with pytest.raises(KeyboardInterrupt):
-                stream(*args, **options)
-
-    return stop
-
-
-@pytest.mark.parametrize("after", [3, 4])
-def test_what_is_equalized_goes_on(folder: Path, stopped: Callable[..., None], after: int) -> None:
-    """After the second of three blocks, or when only the head and its norm are left."""
-    recipe, data = RECIPES["equalized head"], batches(3)
-    options = {"samples": 3, "held_out": 3}
-    expected = in_memory(folder, recipe, data, **options)
-    torch._dynamo.reset()
-    out = folder.parent / "streamed"
-    stopped(folder, recipe, data, out=out, after=after, compiler="eager", **options)
-    assert_same_folder(streamed(folder, recipe, data, resume=True, **options), expected)
-
-
-def test_only_the_same_run_is_resumed(folder: Path, stopped: Callable[..., None]) -> None:
+def test_only_the_same_run_is_resumed(folder: Path) -> None:
     """And a block that was written is verified first."""
     options = {"held_out": 0, "compiler": "eager", "out": folder.parent / "out"}
-    stopped(folder, STATIC, batches(3), after=2, **options)
+    with stopping(after=2):
+        stream(folder, STATIC, batches(3), **options)
     with pytest.raises(ConfigurationError, match="holds the work of an interrupted run"):
         stream(folder, STATIC, batches(3), **options)
     with pytest.raises(ConfigurationError, match="made with another data"):

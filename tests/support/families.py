@@ -48,6 +48,13 @@ def bert(**changes: Any) -> nn.Module:
     return _seeded(BertModel, BertConfig(**{**SIZES, **changes}))
 
 
+def electra(**changes: Any) -> nn.Module:
+    """Its embeddings are smaller than its blocks, and projected before them."""
+    from transformers import ElectraConfig, ElectraModel
+
+    return _seeded(ElectraModel, ElectraConfig(**{**SIZES, "embedding_size": 16, **changes}))
+
+
 def mixtral(**changes: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 

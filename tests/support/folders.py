@@ -50,6 +50,12 @@ def assert_same_folder(one: Path, other: Path, *, but: Collection[str] = ()) -> 
 def assert_same_statistics(one: Path, other: Path) -> None:
     found, expected = StoredStatistics.load(one), StoredStatistics.load(other)
     assert found.slots.keys() == expected.slots.keys()
+    assert found.data_seen == expected.data_seen
+    assert (found.groups, found.strengths) == (expected.groups, expected.strengths)
+    assert found.is_second_run == expected.is_second_run
+    assert found.scales.keys() == expected.scales.keys()
+    for name, scales in expected.scales.items():
+        assert torch.equal(found.scales[name], scales), name
     for name, slot in expected.slots.items():
         assert int(found.slots[name].seen) == int(slot.seen), name
         assert int(found.slots[name].tokens) == int(slot.tokens), name

@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 
 import inlay
+from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.ranks import together
 from inlay.streaming import worker
@@ -46,6 +47,13 @@ def run(job: Job) -> dict[str, Any]:
     with _stopping(job.stop, rank), _noting() as noted:
         done = inlay.stream(stored, job.recipe, data, out=job.out, **options)
     return {"data": done.record.data, "tokens": done.record.tokens, **noted}
+
+
+def run_in_memory(job: Job) -> None:
+    """Calibrate with the whole model in memory, and write the same folder."""
+    torch._dynamo.reset()
+    options = {"compiler": "eager", "held_out": 0, **job.options}
+    inlay.calibrate(load_model(job.model), job.recipe, job.data, **options).save(job.out)
 
 
 @contextmanager

@@ -32,7 +32,11 @@ from inlay.recipe import Plan, Recipe, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.finalize import finalize
-from inlay.statistics.on_disk import StoredStatistics, with_gathering_observers
+from inlay.statistics.on_disk import (
+    StoredStatistics,
+    require_same_tokens,
+    with_gathering_observers,
+)
 
 __all__ = ["Calibration"]
 
@@ -92,7 +96,7 @@ class Calibration:
         calibration can be finalized as it is, or observe more batches before.
         """
         calibration = cls(model, with_gathering_observers(recipe, stored.slots), **options)
-        _require_same_tokens(calibration.plan, stored)
+        require_same_tokens(calibration.plan, stored)
         calibration.statistics.restore(stored.slots)
         calibration.equalization.restore(stored, model)
         calibration.statistics.is_second_run = calibration.equalization.is_settled
@@ -172,11 +176,29 @@ class Calibration:
             )
         self.statistics.merge_ranks()
         try:
-            self.equalization.settle(self.statistics, self._bindings.weights.of_module)
+            self.equalization.choose(self.statistics, self.module_weight)
         finally:
             self.statistics.forget_ranks()
-        self.statistics.is_second_run = True
+        self.statistics.is_second_run = self.equalization.is_settled = True
         self.data_seen = DataSeen()
+
+    @contextmanager
+    def observing_equalized(self) -> Iterator[None]:
+        """Observe equalized inputs alone meanwhile, with scales that are chosen for good.
+
+        For batches that run in stages: a stage is equalized once all have run through it.
+        """
+        self.statistics.is_second_run = True
+        try:
+            yield
+        finally:
+            self.statistics.is_second_run = False
+
+    def forget_equalized_copies(self) -> None:
+        """Drop the copies of scaled parameters; they are made again when they are needed."""
+        for graph in self._observing.graphs:
+            graph.unbind()
+        self.equalization.parameters.forget_copies()
 
     def expect(self, batches: int) -> None:
         """Say how many more batches are to come, so that nothing is compiled for too few."""
@@ -280,6 +302,10 @@ class Calibration:
         """The weight of a slot before it is quantized: as the model has it, or equalized."""
         return self._bindings.weights.plain(slot)
 
+    def module_weight(self, module: str) -> torch.Tensor:
+        """The weight of a module, or of an expert, as the model has it."""
+        return self._bindings.weights.of_module(module)
+
     def _finalize(self, accept: Collection[str]) -> None:
         finalize(
             self.statistics,
@@ -293,7 +319,9 @@ class Calibration:
         self.data_seen = DataSeen.of_all(self.data_parts)
 
     def _equalize(self) -> None:
-        self.equalization.apply(self.statistics, self._bindings.weights.of_module)
+        if not self.equalization.is_settled:
+            self.equalization.choose(self.statistics, self.module_weight)
+        self.equalization.apply(self.statistics)
 
     def require_padding_left_out(self) -> None:
         """Refuse to go on if graphs could not tell the padding of a batch from data.
@@ -366,17 +394,6 @@ class Calibration:
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
         return explain(self.statistics, self.graphs, self.tiers, self.equalization.described())
-
-
-def _require_same_tokens(plan: Plan, stored: StoredStatistics) -> None:
-    """Refuse statistics of experts that were given all tokens for those that were not, and back."""
-    gathered, wanted = stored.recipe.get("experts", "routed"), plan.recipe.experts
-    of_experts = any(known.slot.module in plan.experts for known in stored.slots.values())
-    if of_experts and (gathered == "all") != (wanted == "all"):
-        raise ConfigurationError(
-            f'the stored statistics of experts were gathered with experts="{gathered}", and the '
-            f'recipe asks for experts="{wanted}"; calibrate again, or give the recipe the same'
-        )
 
 
 def _call(run: Callable[..., Any], batch: Any) -> Any:

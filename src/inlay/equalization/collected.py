@@ -76,6 +76,16 @@ class CollectedGroups:
         equalized = {reader for group in self.groups for reader in group.readers}
         return {reader: reason for reader, reason in found.items() if reader not in equalized}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no graph has said anything yet."""
+        return not self._uses
+
+    def parameters_of(self, group: Group) -> set[str]:
+        """Return the names of all parameters that a group scales."""
+        readers = group.readers if group.experts else (self.weight_of[n] for n in group.readers)
+        return {*readers, *(producer.parameter for producer in group.producers)}
+
     def _named(self, found: FoundGroup, lookup: Lookup) -> Group | None:
         readers, producers = [], []
         for source in found.readers:

@@ -25,6 +25,7 @@ from inlay.statistics.value import Statistics, measure
 __all__ = ["Equalization", "EqualizedGroup"]
 
 WeightOf = Callable[[str], torch.Tensor]
+Some = Callable[[Group], bool]  # tells whether a group is one of some
 
 _SECOND_RUN = (
     "the data is run twice: first for the ranges of channels and for what equalization leaves "
@@ -62,8 +63,9 @@ class Equalization:
             self.parameters.name_of,
             lambda weight: plan.owner(weight, "linear") or plan.owner(weight, "experts"),
         )
-        self.done: tuple[EqualizedGroup, ...] = ()
+        self._done: dict[Group, EqualizedGroup] = {}
         self._scales: dict[Group, Scales] = {}
+        self._has_heard = False  # of groups, from other ranks, and has traced nothing itself
         # Whether the scales stay as they are, because data is observed through scaled parameters.
         self.is_settled = False
 
@@ -106,9 +108,9 @@ class Equalization:
             self._scale_parameters()
             self.is_settled = True
 
-    def decided(self, part: Plan) -> dict[str, Any]:
-        """Return the groups and scales of a part of the plan, as `StoredStatistics` has them."""
-        groups = [group for group in self.collected.groups if _is_of(part, group)]
+    def decided(self, of: Some) -> dict[str, Any]:
+        """Return some groups and their scales, as `StoredStatistics` has them."""
+        groups = [group for group in self.collected.groups if of(group)]
         chosen = {
             each.name: self._scales[each]
             for group in groups
@@ -121,12 +123,15 @@ class Equalization:
             "strengths": {name: scales.strength for name, scales in chosen.items()},
         }
 
-    def take_up(self, stored: StoredStatistics, weight_of: WeightOf) -> None:
-        """Take up the scales that an interrupted run has decided for a part of the plan."""
+    def take_up(
+        self, stored: StoredStatistics, statistics: StatisticsBySlot, weight_of: WeightOf
+    ) -> None:
+        """Take up the scales that an interrupted run has decided for some groups."""
         groups = list(map(Group.from_plain, stored.groups))
         self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
         self._scales.update(_stored_scales(stored, _each(groups)))
         self._scale_parameters()
+        self.apply(statistics, lambda group: group in groups)
 
     def _name_of(self, weight: torch.Tensor) -> str:
         name = self.parameters.name_of(weight)
@@ -161,31 +166,28 @@ class Equalization:
         """Why the inputs of modules are not equalized, by module."""
         return self.collected.refused
 
-    def apply(
-        self, statistics: StatisticsBySlot, weight_of: WeightOf, part: Plan | None = None
-    ) -> None:
-        """Choose scales, have parameters scaled, and say what the slots would have seen.
+    @property
+    def done(self) -> tuple[EqualizedGroup, ...]:
+        """What equalization did to the groups that have scales."""
+        return tuple(self._done[group] for group in self.collected.groups if group in self._done)
 
-        :param weight_of: gives the weight of a module as the model has it
-        :param part: a part of the plan, to choose the scales of its groups alone; those that were
-            chosen before stay
+    def apply(self, statistics: StatisticsBySlot, of: Some | None = None) -> None:
+        """Say what slots would have seen of the scaled values, and what was done to groups.
+
+        :param of: tells for which groups; what is known of others stays
         """
-        if self.plan.recipe.equalize is None:
-            return
-        if not self.is_settled:
-            self._choose(statistics, weight_of, part)
-        statistics.rescaled = {}
-        done = []
+        if of is None:
+            self._done, statistics.rescaled = {}, {}
         for group in self.collected.groups:
+            if of is not None and not of(group):
+                continue
             found = [
                 own
                 for each in group.each()
                 if each in self._scales and (own := self._equalized(each, statistics)) is not None
             ]
-            # Else it is of a part to come, or of a rank that has seen nothing of the data again.
-            if found:
-                done.append(_together(group, found))
-        self.done = tuple(done)
+            if found:  # else a rank has seen nothing of the data
+                self._done[group] = _together(group, found)
 
     def _equalized(self, group: Group, statistics: StatisticsBySlot) -> EqualizedGroup | None:
         """Say what the slots of a group would have seen; None without data."""
@@ -201,23 +203,22 @@ class Equalization:
             after=_unevenness(after.sizes),
         )
 
-    def settle(self, statistics: StatisticsBySlot, weight_of: WeightOf) -> None:
-        """Choose scales for good, so that the equalized inputs can be observed."""
-        self._choose(statistics, weight_of)
-        self.is_settled = True
-
-    def _choose(
-        self, statistics: StatisticsBySlot, weight_of: WeightOf, part: Plan | None = None
+    def choose(
+        self, statistics: StatisticsBySlot, weight_of: WeightOf, of: Some | None = None
     ) -> None:
-        """Choose strength and scales of each group, on one rank for all.
+        """Choose strength and scales of each group, and have parameters scaled.
 
-        So ranks agree to the last bit, whatever they compute with.
+        One rank chooses for all, so ranks agree to the last bit, whatever they compute with.
+
+        :param weight_of: gives the weight of a module as the model has it
+        :param of: tells for which groups; scales that were chosen before for others stay
         """
+        if self.plan.recipe.equalize is None:
+            return
         strength = self.plan.recipe.equalize
-        assert strength is not None
         seen = {
             group: channels
-            for group in _each(self._agree_over_ranks(weight_of, part))
+            for group in _each(self._agree_over_ranks(weight_of, of))
             if (channels := _channels(group, statistics)) is not None
         }
         named = {str(place): group for place, group in enumerate(seen)}
@@ -237,7 +238,7 @@ class Equalization:
             scales,
             device_of=lambda name: seen[named[name]].low.device,
         )
-        if part is None:
+        if of is None:
             self._scales = {}
         for name, (own_strength, values) in chosen.items():
             self._scales[named[name]] = Scales(values=values, strength=own_strength)
@@ -247,21 +248,30 @@ class Equalization:
         values = {group: scales.values for group, scales in self._scales.items()}
         self.parameters.scale(values, self.collected.weight_of)
 
-    def _agree_over_ranks(self, weight_of: WeightOf, part: Plan | None) -> list[Group]:
+    def hear_of_groups(self, weight_of: WeightOf) -> None:
+        """Let ranks that have traced nothing know the groups that others have found so far."""
+        of_ranks = from_all_ranks(self.collected.groups)
+        if self.collected.is_empty and any(of_ranks):
+            groups = next(groups for groups in of_ranks if groups)
+            self._has_heard = True
+            self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
+
+    def _agree_over_ranks(self, weight_of: WeightOf, of: Some | None) -> list[Group]:
         """Equalize on all ranks what each rank with data would; return these groups.
 
-        A rank without data has traced nothing, and knows of no groups of the part.
+        A rank without data has traced nothing, and has no say.
         """
         known = self.collected.groups
-        own = [group for group in known if _is_of(part, group)]
-        of_ranks = [groups for groups in from_all_ranks(own) if groups]
+        own = [group for group in known if of is None or of(group)]
+        of_ranks = [groups for groups in from_all_ranks([] if self._has_heard else own) if groups]
         if not of_ranks:
             return []
         agreed = [group for group in of_ranks[0] if all(group in each for each in of_ranks)]
-        place = known.index(own[0]) if own else len(known)
-        others = [group for group in known if group not in own]
+        # The order decides how scales are rounded, so it is that of one rank, on all ranks.
+        agreed_on = iter(agreed)
+        kept = [next(agreed_on, None) if group in own else group for group in known]
         self.collected.agree_on(
-            [*others[:place], *agreed, *others[place:]],
+            [*(group for group in kept if group is not None), *agreed_on],
             lambda reader: self._name_of(weight_of(reader)),
         )
         return agreed
@@ -292,7 +302,7 @@ class Equalization:
             if read is not None and read.is_observed and not read.sees_scaled:
                 found[read.name] = _after(read, statistics, extremes)
             importance = slots["weight"].importance if "weight" in slots else None
-            known = None if importance is None else statistics.of(importance)
+            known = None if importance is None else statistics.unscaled(importance)
             if importance is not None and known is not None and not known.is_empty:
                 sums = known.tensors["_imatrix_sum"] / scales.to(known.tensors["_imatrix_sum"]) ** 2
                 found[importance.name] = replace(
@@ -304,11 +314,6 @@ class Equalization:
 def _each(groups: Iterable[Group]) -> list[Group]:
     """The groups that have scales of their own: of experts, one for each."""
     return [each for group in groups for each in group.each()]
-
-
-def _is_of(part: Plan | None, group: Group) -> bool:
-    """Whether a part of the plan, or the whole if it is None, has the readers of a group."""
-    return part is None or any(map(part.of_module, group.readers))
 
 
 def _stored_scales(stored: StoredStatistics, groups: Iterable[Group]) -> dict[Group, Scales]:
@@ -351,7 +356,7 @@ def _scales(
 
 def _after(slot: Slot, statistics: StatisticsBySlot, extremes: torch.Tensor) -> Statistics:
     """The statistics of a slot, had it seen the scaled value."""
-    known = statistics.of(slot)
+    known = statistics.unscaled(slot)
     found = measure(slot, extremes)
     return found if known is None else replace(found, seen=known.seen, tokens=known.tokens)
 

@@ -103,13 +103,23 @@ class EqualizedParameters:
     def _scaled(
         self, value: torch.Tensor, changes: list[tuple[int | None, _Change]]
     ) -> torch.Tensor:
-        wide = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+        of_experts: dict[int | None, list[_Change]] = {}
         for expert, change in changes:
-            if expert is None:
-                wide = change(wide)
-            else:
-                wide[expert] = change(wide[expert])
-        return wide.to(value.dtype)
+            of_experts.setdefault(expert, []).append(change)
+        if None in of_experts:
+            assert len(of_experts) == 1, "a group scales all experts of a parameter, or none"
+            return _changed(value, of_experts[None])
+        scaled = value.clone()
+        for expert, own in of_experts.items():  # one by one: all in a wider dtype take much room
+            scaled[expert] = _changed(value[expert], own)
+        return scaled
+
+
+def _changed(value: torch.Tensor, changes: list[_Change]) -> torch.Tensor:
+    wide = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+    for change in changes:
+        wide = change(wide)
+    return wide.to(value.dtype)
 
 
 def _times_columns(scale: torch.Tensor) -> _Change:

@@ -115,8 +115,11 @@ class StatisticsBySlot:
         If its value is equalized, this is what it would have seen of the scaled value; and it may
         be what all experts of a layer have seen.
         """
-        decided = self.rescaled.get(slot.name) or self.replaced.get(slot.name)
-        return decided or self.gathered(slot)
+        return self.rescaled.get(slot.name) or self.unscaled(slot)
+
+    def unscaled(self, slot: Slot) -> Statistics | None:
+        """What is known of a slot, of its value as it was before equalization."""
+        return self.replaced.get(slot.name) or self.gathered(slot)
 
     def gathered(self, slot: Slot) -> Statistics | None:
         """What a slot itself has seen; over ranks that is what all have, once it is finalized."""

@@ -19,7 +19,7 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.files import new_file, write_atomically
 from inlay.observers import Observer
 from inlay.ranges.args import key_of
-from inlay.recipe import Recipe, Slot, make_observer
+from inlay.recipe import Plan, Recipe, Slot, make_observer
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.value import Statistics, merge
 
@@ -28,6 +28,7 @@ __all__ = [
     "FOLDER_NAME",
     "StoredStatistics",
     "problem_with",
+    "require_same_tokens",
     "with_gathering_observers",
 ]
 
@@ -229,6 +230,17 @@ def problem_with(stored: Statistics, slot: Slot) -> str | None:
     if any_format or key_of(args) == key_of(by):
         return None
     return f"{stored.slot.observer} gathered them for another format"
+
+
+def require_same_tokens(plan: Plan, stored: StoredStatistics) -> None:
+    """Refuse statistics of experts that were given all tokens for those that were not, and back."""
+    gathered, wanted = stored.recipe.get("experts", "routed"), plan.recipe.experts
+    of_experts = any(known.slot.module in plan.experts for known in stored.slots.values())
+    if of_experts and (gathered == "all") != (wanted == "all"):
+        raise ConfigurationError(
+            f'the stored statistics of experts were gathered with experts="{gathered}", and the '
+            f'recipe asks for experts="{wanted}"; calibrate again, or give the recipe the same'
+        )
 
 
 def with_gathering_observers(recipe: Recipe, stored: Mapping[str, Statistics]) -> Recipe:

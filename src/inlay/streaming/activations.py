@@ -20,6 +20,7 @@ __all__ = ["Activations"]
 
 _VALUES = "values"  # key of the metadata that says what a file holds
 _LASTING = "lasting"
+_Key = tuple[int, bool]  # the number of a batch, and whether it passes through the equalized model
 
 
 class Activations:
@@ -29,7 +30,8 @@ class Activations:
     it runs, and is there as a whole when that stage is done, so a run that is killed goes on from
     the last one. A value that several stages read, such as a mask or a rotary table, is written
     once, and batches that have equal ones share one. Batches are known by their numbers among those
-    of all ranks, which keep their values in one folder.
+    of all ranks, which keep their values in one folder. A batch that also passes through the
+    equalized model has values of its own there.
 
     :param folder: where the values are kept
     :param in_memory: keep the values in memory, to read nothing back
@@ -38,23 +40,33 @@ class Activations:
 
     def __init__(self, folder: Path, *, in_memory: bool, on_disk: bool = True) -> None:
         self.folder, self._in_memory, self._on_disk = folder, in_memory, on_disk
-        self._values: dict[int, dict[str, Any]] = {}  # by batch, what is kept for one stage alone
-        self._lasting: dict[int, dict[str, str]] = {}  # by batch, digests of values by name
+        self._values: dict[_Key, dict[str, Any]] = {}  # what is kept for one stage alone
+        self._lasting: dict[_Key, dict[str, str]] = {}  # digests of values by name
         self._shared: dict[str, torch.Tensor] = {}  # by digest, if they are in memory
         self._checks: dict[str, int] = {}  # checksums of the files of the newest generation
 
-    def of(self, batch: int, stage: int) -> dict[str, Any]:
-        """What a batch has before a stage."""
+    def of(self, batch: int, stage: int, *, equalized: bool = False) -> dict[str, Any]:
+        """What a batch has before a stage, in the model as it is or in the equalized one."""
         if stage == 0:
             return {}
-        values = self._values.pop(batch) if self._in_memory else self._read(batch, stage)
-        lasting = {name: self._share(digest) for name, digest in self._lasting[batch].items()}
+        key = batch, equalized
+        values = self._values.pop(key) if self._in_memory else self._read(key, stage)
+        lasting = {name: self._share(digest) for name, digest in self._lasting[key].items()}
         return {**values, **lasting}
 
-    def keep(self, batch: int, stage: int, values: Mapping[str, Any], started: Started) -> None:
-        """Keep what a batch has before a stage."""
+    def keep(
+        self,
+        batch: int,
+        stage: int,
+        values: Mapping[str, Any],
+        started: Started,
+        *,
+        equalized: bool = False,
+    ) -> None:
+        """Keep what a batch has before a stage, in the model as it is or in the equalized one."""
         own: dict[str, Any] = {}
-        lasting = self._lasting.get(batch, {})
+        key = batch, equalized
+        lasting = self._lasting.get(key, {})
         kept: dict[str, str] = {}
         for name, value in values.items():
             if name in lasting:
@@ -63,11 +75,11 @@ class Activations:
                 kept[name] = self._keep_lasting(value)
             else:
                 own[name] = value
-        self._lasting[batch] = kept
+        self._lasting[key] = kept
         if self._in_memory:
-            self._values[batch] = own
+            self._values[key] = own
         if self._on_disk:
-            self._write(self._file(batch, stage), own, kept)
+            self._write(self._file(key, stage), own, kept)
 
     def complete(self) -> dict[str, int]:
         """Return checksums of what this rank has written of a generation, which is all of it."""
@@ -81,29 +93,40 @@ class Activations:
         """Delete a generation that nobody reads any more."""
         shutil.rmtree(self._generation(stage), ignore_errors=True)
 
-    def restore(self, stage: int, batches: Iterable[int], checks: Mapping[str, int]) -> None:
+    def restore(
+        self,
+        stage: int,
+        batches: Iterable[int],
+        checks: Mapping[str, int],
+        *,
+        equalized: bool = False,
+    ) -> None:
         """Take up a generation that an interrupted run has written.
 
         :param batches: the numbers of this rank's batches
+        :param equalized: take up the values that they have in the equalized model
         :raises CheckpointError: if a file of it is missing or was changed
         """
         for batch in batches:
-            file = self._file(batch, stage)
+            key = batch, equalized
+            file = self._file(key, stage)
             content = file.read_bytes() if file.exists() else b""
             if checks.get(file.name) != zlib.crc32(content):
                 raise CheckpointError(
                     f"{file}, the values that an interrupted run had kept, is missing or was "
                     "changed; remove the folder and start anew"
                 )
-            own = self._read(batch, stage)
+            own = self._read(key, stage)
             if self._in_memory:
-                self._values[batch] = own
+                self._values[key] = own
 
     def _generation(self, stage: int) -> Path:
         return self.folder / f"before-{stage:05d}"
 
-    def _file(self, batch: int, stage: int) -> Path:
-        return self._generation(stage) / f"{batch:06d}.safetensors"
+    def _file(self, key: _Key, stage: int) -> Path:
+        batch, equalized = key
+        name = f"{batch:06d}-equalized" if equalized else f"{batch:06d}"
+        return self._generation(stage) / f"{name}.safetensors"
 
     def _keep_lasting(self, value: torch.Tensor) -> str:
         packed, layout = _packed(value)
@@ -139,10 +162,10 @@ class Activations:
         self._checks[file.name] = zlib.crc32(content)
         file.write_bytes(content)
 
-    def _read(self, batch: int, stage: int) -> dict[str, Any]:
-        tensors, text = _load(self._file(batch, stage))
+    def _read(self, key: _Key, stage: int) -> dict[str, Any]:
+        tensors, text = _load(self._file(key, stage))
         content = json.loads(text)
-        self._lasting[batch] = content["lasting"]
+        self._lasting[key] = content["lasting"]
         return {name: _value(how, tensors) for name, how in content["own"].items()}
 
 

@@ -68,6 +68,7 @@ class StreamedComparison:
                 layers += layer_errors(self._run.model, rerun.bindings, plan)
                 rerun.let_go_of_blocks()
                 self._stored.release(region.parameters)
+                plan.renew_experts()  # or they keep what is released
             outputs = Outputs(self._run.model)
             for pair in pairs:
                 outputs.add(pair.batch, *pair.outputs(self._starting, self._run))

@@ -39,6 +39,10 @@ class Passage:
             number: on_device_of(run.model, batch, varying) for number, batch in batches.items()
         }
         self._started: dict[int, Started] = {}
+        # The same batches on their way through the equalized model, and which parameters outside of
+        # the blocks were scaled when they started.
+        self._started_equalized: dict[int, Started] = {}
+        self._scaled_outside: set[str] | None = None
 
     def rehearse(self) -> Started:
         """Trace the first batch, and the first block with it, before any weight is read.
@@ -74,17 +78,55 @@ class Passage:
 
     def through(self, region: Region, activations: Activations) -> Iterator[int]:
         """Run all batches through a region whose parameters are loaded; yield after each."""
+        for number in self._run_through(region, activations, self._started, equalized=False):
+            self._run.count_run()
+            yield number
+
+    def through_equalized(
+        self, region: Region, activations: Activations, outside: set[str]
+    ) -> Iterator[int]:
+        """Run all batches through a region once more, which is equalized by now; yield after each.
+
+        They run on from what the equalized regions before it gave, as in a second run over the data
+        with the model in memory: scaled weights round otherwise.
+
+        :param outside: names of the parameters outside of the blocks that are scaled by now
+        """
+        with self._run.observing_equalized():
+            if self._scaled_outside != outside:
+                self._start_equalized(outside)
+            started = self._started_equalized
+            yield from self._run_through(region, activations, started, equalized=True)
+        if all(region.stage == len(each.graph.stages) - 1 for each in started.values()):
+            self._started_equalized = {}  # they hold the copies
+
+    def _start_equalized(self, outside: set[str]) -> None:
+        """Start the batches with the scaled parameters outside of the blocks, which are copied."""
+        absent = outside - self._stored.loaded
+        self._stored.load(absent, mapped=True)
+        with self._refusing():
+            self._started_equalized = {n: self._start(b) for n, b in self._batches.items()}
+        self._stored.release(absent)
+        self._scaled_outside = outside
+
+    def _run_through(
+        self,
+        region: Region,
+        activations: Activations,
+        batches: Mapping[int, Started],
+        *,
+        equalized: bool,
+    ) -> Iterator[int]:
         stage = region.stage
         assert stage is not None
-        for number, started in self._started.items():
+        for number, started in batches.items():
             look_around()
             begin = time.perf_counter()
             known = self._run.compilations
             with running():
-                values = started.run(stage, activations.of(number, stage))
-            self._run.count_run()
+                values = started.run(stage, activations.of(number, stage, equalized=equalized))
             if stage + 1 < len(started.graph.stages):
-                activations.keep(number, stage + 1, values, started)
+                activations.keep(number, stage + 1, values, started, equalized=equalized)
             name = "calibrating" if self._run.compilations == known else "tracing and compiling"
             self._run.stages.add(name, time.perf_counter() - begin)
             yield number

@@ -1,7 +1,7 @@
 """The regions of a model: what is in memory together, from a block to the next."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -58,7 +58,7 @@ class Regions(Sequence[Region]):
 
     :param uses: what the model runs, in order
     :param plan: a weight outside of the blocks whose inputs are observed waits for the last region,
-        and so does a norm in front of it that may be equalized
+        and so does all that equalization may scale with it
     :raises ConfigurationError: if the model cannot be cut
     """
 
@@ -81,7 +81,7 @@ class Regions(Sequence[Region]):
         )
         rest = {*unused, *stored.names_of(w for w in waiting if isinstance(w, nn.Parameter))}
         if plan.recipe.equalize is not None:
-            rest |= self._after_blocks(uses)
+            rest |= self._outside_of_blocks(uses)
         uses = [*uses, Use(_REST, None, tuple(sorted(rest)))]
         last = {name: number for number, use in enumerate(uses) for name in use.parameters}
         self._regions = [
@@ -101,15 +101,17 @@ class Regions(Sequence[Region]):
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._number = {region.name: number for number, region in enumerate(self._regions)}
 
-    def _after_blocks(self, uses: Sequence[Use]) -> set[str]:
-        """Return the parameters outside of the blocks that are read after the first block.
+    def _outside_of_blocks(self, uses: Sequence[Use]) -> set[str]:
+        """Return the parameters outside of the blocks that equalization may scale.
 
         :raises ConfigurationError: if blocks share a parameter, which may not be scaled in one of
             them when another has been written
         """
+        modules = self._stored.model.modules()
+        embeddings = (module.weight for module in modules if isinstance(module, nn.Embedding))
         found: set[str] = set()
         inside: set[str] = set()
-        for use in uses[1:]:
+        for use in uses:
             own = {name for name in use.parameters if name.startswith(self._prefixes)}
             if own & inside:
                 raise ConfigurationError(
@@ -118,7 +120,32 @@ class Regions(Sequence[Region]):
                 )
             inside |= own
             found |= set(use.parameters) - own
+        # They may be larger than a block, and no op that looks up rows lets a scale through.
+        return found - set(self._stored.names_of(embeddings))
+
+    def scaled_in(self, groups: Mapping[str, Collection[str]]) -> dict[int, set[str]]:
+        """Return which parameters are scaled once all batches have run through a region.
+
+        :param groups: names of the parameters that are scaled together, by the name of the group
+        :raises ConfigurationError: if batches meet a group in several regions: its scales are known
+            after the last one, and observing equalized inputs needs them from the first one on
+        """
+        found: dict[int, set[str]] = {}
+        for group, scaled in groups.items():
+            # A product that nothing depends on is left out, and its weight is read by no region.
+            met = [n for n, region in enumerate(self) if not set(scaled).isdisjoint(region.runs)]
+            if len(met) != 1:
+                raise ConfigurationError(
+                    f"a streamed run cannot observe the equalized input of {group}, which is "
+                    "computed or read around several blocks; observe inputs with static_minmax, "
+                    "leave equalize out, or calibrate in memory"
+                )
+            found.setdefault(met[0], set()).update(scaled)
         return found
+
+    def is_outside(self, name: str) -> bool:
+        """Return whether a parameter is outside of the blocks."""
+        return not name.startswith(self._prefixes)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self._regions[index]

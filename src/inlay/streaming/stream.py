@@ -11,7 +11,6 @@ from inlay.checkpoint.stored_model import StoredModel
 from inlay.collectives import from_all_ranks
 from inlay.data.batch import digest
 from inlay.data.tokenize import read_rows
-from inlay.errors import ConfigurationError
 from inlay.files import require_room
 from inlay.ranks.together import together
 from inlay.recipe import Recipe
@@ -109,7 +108,6 @@ def stream(
             count_padding=count_padding,
             progress=progress,
         )
-        _require_streamable(run)
         own = dict(batches.numbered) if run.plan.needs_data else {}
         for batch in own.values():
             run.data_seen = seen_with(run.data_seen, batch)
@@ -159,20 +157,3 @@ def _tokenizer_of(stored: StoredModel, data: Any) -> Any:
     first = next(read_rows(data), None) if isinstance(data, (str, os.PathLike)) else None
     is_text = first is not None and first.kind != "input_ids"
     return (load_tokenizer if is_text else find_tokenizer)(source.place, **options)
-
-
-def _require_streamable(run: Run) -> None:
-    """Refuse recipes and models that need more than one block at a time."""
-    if run.recipe.equalize is not None and run.plan.stacks:
-        raise ConfigurationError(
-            f"a streamed run cannot equalize experts yet, such as those of "
-            f"{next(iter(run.plan.stacks))}; leave equalize out, ignore the experts in the recipe, "
-            "or calibrate in memory"
-        )
-    if run.plan.needs_second_run:
-        scaled = next(slot for slot in run.plan.slots.values() if slot.sees_scaled)
-        raise ConfigurationError(
-            f"a streamed run goes over the data once, and {scaled.observer}, which observes "
-            f"{scaled.name}, has to see it again once it is equalized; observe inputs with "
-            "static_minmax, leave equalize out, or calibrate in memory"
-        )

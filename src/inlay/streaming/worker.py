@@ -1,18 +1,17 @@
 """The work of a streamed run: region by region, then all that belongs to the whole."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from inlay import report as report_page
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.checkpoint.writing import size_of_model
 from inlay.collectives import to_first_rank
 from inlay.data.batch import count_tokens
+from inlay.equalization.group import Group
 from inlay.errors import ConfigurationError
 from inlay.evaluation.compare import Comparison
 from inlay.evaluation.layer_errors import weight_errors
@@ -34,7 +33,7 @@ from inlay.streaming.journal import Journal, Written
 from inlay.streaming.parts import CheckpointParts, load_qparams, save_qparams
 from inlay.streaming.passage import Passage
 from inlay.streaming.peak import MemoryWatch
-from inlay.streaming.regions import Region, Regions, uses_of_all_ranks
+from inlay.streaming.regions import Regions, uses_of_all_ranks
 from inlay.streaming.stages import Starting
 from inlay.workflow.calibration_run import Run
 
@@ -101,6 +100,21 @@ class Worker:
         uses = uses_of_all_ranks(self._stored, started)
         self._regions = Regions(self._stored, uses, self._run.plan)
         self._require_padding_left_out()
+        if self._run.recipe.equalize is not None:
+            self._prepare_equalization()
+
+    def _prepare_equalization(self) -> None:
+        """Find out what is scaled outside of the blocks.
+
+        :raises ConfigurationError: if equalized inputs are to be observed and cannot be
+        """
+        equalization = self._run.equalization
+        equalization.hear_of_groups(self._run.module_weight)
+        if self._run.plan.needs_second_run:
+            collected = equalization.collected
+            groups = {group.name: collected.parameters_of(group) for group in collected.groups}
+            self._scaled = self._regions.scaled_in(groups)
+            equalization.is_settled = True  # region by region
 
     def work(self, journal: Journal) -> None:
         """Run, quantize and write all regions that the journal does not have yet."""
@@ -118,26 +132,70 @@ class Worker:
         with self._bar(journal) as bar:
             for number in range(len(journal.written), len(self._regions)):
                 region = self._regions[number]
+                plan = self._run.plan.part(self._regions.belongs_to(number))
                 with self._run.stages(_READING):
                     self._regions.load(region)
-                    self._run.plan.part(self._regions.belongs_to(number)).renew_experts()
-                for batch in self._through(region, activations):
+                    plan.renew_experts()
+                for batch, how in self._through(number, activations):
                     tokens, _ = count_tokens(self._batches[batch])
-                    bar.advance(tokens, f"{number + 1} of {len(self._regions)}, {region.name}")
+                    place = f"{number + 1} of {len(self._regions)}, {region.name}"
+                    bar.advance(tokens, f"{place}{how}")
                 with returning_freed_memory():  # of batches too; weights need it now
                     self._quantize(number, journal, activations)
-                    following = self._regions[number + 1 : number + 2]
-                    needed = {name for each in following for name in each.parameters}
-                    self._stored.release([n for n in region.parameters if n not in needed])
-                    self._run.equalization.parameters.forget_copies()
+                    self._stored.release(set(region.parameters) - self._needed_after(number))
+                    plan.renew_experts()  # or they keep what is released
+                    self._run.forget_equalized_copies()
 
-    def _through(self, region: Region, activations: Activations) -> Iterator[int]:
-        if self._passage is None or region.stage is None:
+    def _through(self, number: int, activations: Activations) -> Iterator[tuple[int, str]]:
+        """Run all batches through a region, and once more to observe what it equalizes.
+
+        :return: after each, its number and a remark for people
+        """
+        region = self._regions[number]
+        if region.stage is None:
             return
         known = len(self._run.graphs)
-        yield from self._passage.through(region, activations)
+        if self._passage is not None:
+            yield from ((batch, "") for batch in self._passage.through(region, activations))
+        if self._run.plan.needs_second_run:
+            with self._run.stages("equalizing"), returning_freed_memory():
+                self._settle(number)
+            if self._passage is not None:
+                scaled = self._run.equalization.parameters.changed
+                outside = set(filter(self._regions.is_outside, scaled))
+                passing = self._passage.through_equalized(region, activations, outside)
+                yield from ((batch, ", equalized") for batch in passing)
         if len(self._run.graphs) > known:
             self._require_padding_left_out()
+
+    def _needed_after(self, number: int) -> set[str]:
+        following = self._regions[number + 1 : number + 2]
+        return {name for region in following for name in region.parameters}
+
+    def _settle(self, number: int) -> None:
+        """Choose how a region is equalized that all batches of all ranks have run through."""
+        run, own = self._run, {number, len(self._regions) - 1}
+        passed = run.plan.part(lambda module: self._regions.number_of(module) in own)
+        run.statistics.merge_ranks(passed, last_batch=run.last_batch)
+        absent = self._scaled.get(number, set()) - self._stored.loaded
+        self._stored.load(absent, mapped=True)
+        run.equalization.choose(run.statistics, run.module_weight, self._runs_in(number))
+        self._stored.release(absent - self._needed_after(number))
+        # Here and not when batches run, which keeps the room that wider copies take meanwhile.
+        parameters = run.equalization.parameters
+        for name in parameters.changed.intersection(self._regions[number].runs):
+            parameters.named(name)
+
+    def _runs_in(self, number: int) -> Callable[[Group], bool]:
+        runs, collected = set(self._regions[number].runs), self._run.equalization.collected
+        return lambda group: not runs.isdisjoint(collected.parameters_of(group))
+
+    def _equalize(self, plan: Plan) -> None:
+        """Say what slots of a region would have seen of the values that are equalized."""
+        equalization, statistics = self._run.equalization, self._run.statistics
+        if not equalization.is_settled:
+            equalization.choose(statistics, self._run.module_weight, _readers_in(plan))
+        equalization.apply(statistics, _readers_in(plan))
 
     def _quantize(self, number: int, journal: Journal, activations: Activations) -> None:
         """Quantize a region through which all batches have run, and write it on the first rank."""
@@ -150,7 +208,7 @@ class Worker:
                 run.weight_of,
                 accept=self._settings.accept,
                 progress=False,
-                before=lambda: run.equalization.apply(run.statistics, self._weight_of, plan),
+                before=lambda: self._equalize(plan),
                 last_batch=run.last_batch,
             )
         statistics = {**run.statistics.snapshot(plan), **self._observed_outside(number)}
@@ -181,7 +239,7 @@ class Worker:
             StoredStatistics(
                 recipe=run.recipe.fields,
                 slots=statistics,
-                **run.equalization.decided(plan),
+                **run.equalization.decided(self._decided_in(number, plan)),
             ).save(folder)
             if self._settings.report:
                 slots = slot_records(run, plan, qparams)
@@ -191,6 +249,11 @@ class Worker:
                 shown = _Shown(slots=slots, layers=layers, unequalized=unequalized)
                 write_atomically(folder / _SHOWN, json.dumps(to_plain(shown)))
         return files
+
+    def _decided_in(self, number: int, plan: Plan) -> Callable[[Group], bool]:
+        """Tell whether the scales of a group were chosen in a region."""
+        is_settled = self._run.equalization.is_settled
+        return self._runs_in(number) if is_settled else _readers_in(plan)
 
     def _observed_outside(self, number: int) -> dict[str, Statistics]:
         """What all ranks have observed outside of the blocks, up to and including a region.
@@ -223,7 +286,7 @@ class Worker:
                     if is_first() or self._regions.number_of(known.slot.module) < done
                 }
             )
-            self._run.equalization.take_up(stored, self._weight_of)
+            self._run.equalization.take_up(stored, self._run.statistics, self._run.module_weight)
             if self._settings.report:
                 refused = self._shown(journal, number).unequalized
                 self._run.equalization.collected.restore_refused(refused)
@@ -234,11 +297,15 @@ class Worker:
             self._passage.start()
         self._run.expect(len(self._batches) * len(stages))
         if stages[0] > 0:
-            activations.restore(stages[0], self._batches, journal.written[-1].values)
+            for equalized in (False, True) if self._run.plan.needs_second_run else (False,):
+                activations.restore(
+                    stages[0], self._batches, journal.written[-1].values, equalized=equalized
+                )
 
     def _bar(self, journal: Journal) -> Bar:
         left = self._regions[len(journal.written) :]
-        steps = sum(len(self._batches) for region in left if region.stage is not None)
+        times = 2 if self._run.plan.needs_second_run else 1
+        steps = sum(times * len(self._batches) for region in left if region.stage is not None)
         return Bar("streaming", total=steps or None, unit="tokens", show=self._run.show_progress)
 
     def _require_padding_left_out(self) -> None:
@@ -260,7 +327,7 @@ class Worker:
         qparams: dict[str, QParamsDict] = {}
         for number in numbers:
             qparams.update(load_qparams(journal.region_folder(number) / _QPARAMS, device))
-        run.statistics.qparams = qparams
+        run.statistics.qparams, run.statistics.is_second_run = qparams, run.plan.needs_second_run
         run.statistics.accepted = frozenset(self._settings.accept)
         with run.stages(_WRITING):
             size = self._parts.finish(qparams, run.tokenizer)
@@ -271,9 +338,6 @@ class Worker:
             self._report(journal, (size_of_model(run.model), size), memory)
         move_into_place(folder, out, overwrite=overwrite)
         journal.remove()
-
-    def _weight_of(self, module: str) -> torch.Tensor:
-        return self._run.model.get_parameter(f"{module}.weight")
 
     @staticmethod
     def _shown(journal: Journal, number: int) -> "_Shown":
@@ -309,6 +373,11 @@ class Worker:
         )
         write_atomically(journal.checkpoint / "report.json", data.to_json())
         report_page.write(data, journal.checkpoint / "report.html")
+
+
+def _readers_in(plan: Plan) -> Callable[[Group], bool]:
+    """Tell whether a group is read in a part of the plan."""
+    return lambda group: any(map(plan.of_module, group.readers))
 
 
 @dataclass(frozen=True, kw_only=True)
