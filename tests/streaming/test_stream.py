@@ -67,6 +67,14 @@ def test_whatever_is_observed(folder: Path, name: str) -> None:
     assert_same_folder(streamed(folder, RECIPES[name], batches(4), held_out=0), expected)
 
 
+def test_compiled(folder: Path) -> None:
+    """A block is compiled before any weight is read, for weights of the layout that they have."""
+    options = {"compiler": "inductor", "held_out": 0}
+    data = batches(3, lengths=(6, 9))
+    expected = in_memory(folder, STATIC, data, **options)
+    assert_same_folder(streamed(folder, STATIC, data, **options), expected)
+
+
 def test_a_tied_head_that_is_quantized_too(tmp_path: Path) -> None:
     """It is written last, when its input has been observed, and untied."""
     llama(tie_word_embeddings=True).save_pretrained(tmp_path / "model")

@@ -29,7 +29,7 @@ def in_memory(folder: Path, recipe: Recipe, data: list[Any] | None, **options: A
     """Calibrate a model in memory; return the folder that was written, beside that of the model."""
     torch._dynamo.reset()
     out = folder.parent / "in-memory"
-    calibrate(load_model(folder), recipe, data, compiler="eager", **options).save(out)
+    calibrate(load_model(folder), recipe, data, **{"compiler": "eager", **options}).save(out)
     return out
 
 
@@ -43,7 +43,7 @@ def streamed(
     torch._dynamo.reset()
     folder = model if isinstance(model, Path) else Path(model.source.place)
     out = folder.parent / options.pop("name", "streamed")
-    return stream(model, recipe, data, out=out, compiler="eager", **options).folder
+    return stream(model, recipe, data, out=out, **{"compiler": "eager", **options}).folder
 
 
 @contextmanager

@@ -140,6 +140,13 @@ class Backend:
         self.tiers.append(tier)
         return tier
 
+    def compile_around(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Leave what is around the blocks of a model op by op, unless "auto" finds that it repays.
+
+        A batch runs it once, and compiling it would take longer than compiling a block.
+        """
+        return self.compile(gm, inputs) if self.compiler == AUTO else gm.forward
+
     def _compile_later(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile when Dynamo is done, and checks the sizes it knew to matter and no others."""
         mode = fake_mode_of(*inputs)

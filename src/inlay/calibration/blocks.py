@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 from inlay.calibration.tracing import left_alone
 from inlay.errors import GraphError
 from inlay.graph import name_of_mask
+from inlay.nodes.call_region import CallRegion
 from inlay.recipe import Plan
 from inlay.torch_private import (
     FakeTensorMode,
@@ -35,7 +37,7 @@ from inlay.torch_private import (
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
 
-__all__ = ["Block", "BlockCall", "Blocks", "block_modules", "call_block"]
+__all__ = ["Block", "BlockCall", "Blocks", "block_modules", "call_block", "is_block_call"]
 
 _HANDLE = "_inlay_block"  # attribute of a block while its model runs
 
@@ -262,6 +264,11 @@ class BlockCall:
         if any(results[place].shape[dim] != size for place, dim, size in self.fixed):
             raise GraphError("a block returns other sizes than one like it")
         return result
+
+
+def is_block_call(node: Node) -> bool:
+    """Whether a node runs a block as compiled code of its own."""
+    return isinstance(node.target, CallRegion) and isinstance(node.target.run, BlockCall)
 
 
 def block_modules(model: nn.Module) -> dict[str, nn.Module]:

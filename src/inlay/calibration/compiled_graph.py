@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
-from inlay.calibration.blocks import Block, BlockCall, call_block
+from inlay.calibration.blocks import Block, BlockCall, call_block, is_block_call
 from inlay.calibration.pipelines import Pipelines, Purpose
 from inlay.calibration.tiers import Tier
 from inlay.calibration.tracing import Dropped
@@ -234,7 +234,9 @@ class CompiledGraph:
         # The whole graph is kept for people to read; regions are for the compiler.
         prepared = whole(gm).graph_module
         regions = pipelines.cutting()(prepared).graph_module
-        run, pieces = compile_regions(regions, self.backend.compile)
+        is_around = any(map(is_block_call, prepared.graph.nodes))
+        compiler = self.backend.compile_around if is_around else self.backend.compile
+        run, pieces = compile_regions(regions, compiler)
         if self.backend.arrange is not None and not self.is_region:
             run = self.backend.arrange(run)
         inputs = given_inputs(prepared, bindings)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from inlay.calibration.blocks import block_modules
 from inlay.calibration.compiled_graph import RehearsedError
 from inlay.calibration.running import running
 from inlay.calibration.tracing import KeepsError
@@ -38,6 +39,9 @@ class Passage:
         self._batches = {
             number: on_device_of(run.model, batch, varying) for number, batch in batches.items()
         }
+        inside = tuple(f"{name}." for name in block_modules(run.model))
+        names = (name for name, _ in run.model.named_parameters())
+        self._outside = {name for name in names if not name.startswith(inside)}  # of the blocks
         self._started: dict[int, Started] = {}
         # The same batches on their way through the equalized model, and which parameters outside of
         # the blocks were scaled when they started.
@@ -132,7 +136,9 @@ class Passage:
             yield number
 
     def _start(self, batch: Any) -> Started:
-        return self._starting.start(lambda: self._run.run(batch))
+        # What is compiled of the graph around the blocks relies on the layout of its parameters.
+        with self._stored.pretended(self._outside - self._stored.loaded):
+            return self._starting.start(lambda: self._run.run(batch))
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:

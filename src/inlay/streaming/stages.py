@@ -6,9 +6,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from inlay.calibration.blocks import BlockCall
+from inlay.calibration.blocks import is_block_call
 from inlay.errors import GraphError
-from inlay.nodes.call_region import CallRegion
 
 __all__ = ["StagedGraph", "Started", "Starting"]
 
@@ -25,13 +24,13 @@ class StagedGraph:
 
     def __init__(self, run: Callable[..., Any]) -> None:
         gm = getattr(run, "__self__", None)
-        if not isinstance(gm, GraphModule) or not any(map(_is_block, gm.graph.nodes)):
+        if not isinstance(gm, GraphModule) or not any(map(is_block_call, gm.graph.nodes)):
             raise GraphError("the graph calls no blocks")
         self._gm = gm
         self._inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
         self.stages: list[list[Node]] = [[]]
         for node in gm.graph.nodes:
-            if _is_block(node):
+            if is_block_call(node):
                 self.stages.append([])
             if node.op != "placeholder":
                 self.stages[-1].append(node)
@@ -172,10 +171,6 @@ class Starting:
         """Return what the model makes of the results of a batch that went through all stages."""
         self._results = results
         return run()
-
-
-def _is_block(node: Node) -> bool:
-    return isinstance(node.target, CallRegion) and isinstance(node.target.run, BlockCall)
 
 
 def _filled_in(value: Any, value_of: Callable[[Node], Any]) -> Any:
