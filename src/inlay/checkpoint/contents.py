@@ -60,13 +60,16 @@ class Contents:
         unquantized: Mapping[str, torch.Tensor],
         layers: Iterable[QuantizedLayer],
         qparams: Mapping[str, QParamsDict],
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors of one block as they are written."""
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the tensors of one block as they are written: of these layers, and the others."""
         # Compressed here, not kept in the block, so that it is freed once it is written.
         quantized = {}
         for layer in layers:
             quantized.update(compressed_layer(layer, qparams, self.equalized))
-        return self.as_saved(unquantized, quantized)
+        saved = self.as_saved(unquantized, quantized)
+        compressed = {id(tensor) for tensor in quantized.values()}
+        of_layers = {name: tensor for name, tensor in saved.items() if id(tensor) in compressed}
+        return of_layers, {n: tensor for n, tensor in saved.items() if n not in of_layers}
 
     def as_saved(
         self, unquantized: Mapping[str, torch.Tensor], quantized: dict[str, torch.Tensor]

@@ -1,10 +1,10 @@
 """The work of a streamed run: region by region, then all that belongs to the whole."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +44,8 @@ _QPARAMS, _SHOWN = "qparams.safetensors", "shown.json"  # of a region
 _READING, _SEARCHING, _WRITING = "reading weights", "searching ranges", "writing"
 _COMPARING = "comparing"
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -71,8 +73,8 @@ class Settings:
 class Worker:
     """Takes a model through a streamed run.
 
-    Over ranks, all take their own batches through each region, merge what they observed in it, and
-    search a part of its ranges each; the first writes it while the others go on with the next.
+    Over ranks, all take their own batches through each region and merge what they observed in it.
+    Each searches a part of its ranges, and compresses and writes a part of its layers.
 
     :param batches: those that calibrate, by their numbers among those of all ranks; none if the
         recipe needs no data
@@ -140,7 +142,7 @@ class Worker:
             self._require_padding_left_out()
 
     def _quantize(self, number: int, journal: Journal, activations: Activations) -> None:
-        """Quantize a region through which all batches have run, and write it on the first rank."""
+        """Quantize and write a region through which all batches have run."""
         run, region = self._run, self._regions[number]
         plan = run.plan.part(self._regions.belongs_to(number))
         with run.stages(_SEARCHING):
@@ -154,43 +156,58 @@ class Worker:
                 last_batch=run.last_batch,
             )
         statistics = {**run.statistics.snapshot(plan), **self._observed_outside(number)}
-        values = to_first_rank(activations.complete())
-        if not is_first():
-            return
-        files = self._write(number, plan, qparams, statistics, journal)
-        checks = {name: check for of_rank in values for name, check in of_rank.items()}
-        journal.add(Written(region=region.name, files=files, values=checks))
+        with run.stages(_WRITING):
+            own = self._parts.own_part(plan)
+            files = self._parts.write(number, plan, own, qparams)
+            shown = self._show(own, qparams) if self._settings.report else None
+            digests = {name: found for file in files for name, found in file.digests.items()}
+            of_ranks = to_first_rank((digests, shown, activations.complete()))
+            if not is_first():
+                return
+            all_digests, all_shown, checks = zip(*of_ranks, strict=True)
+            self._keep(number, plan, qparams, statistics, all_shown, journal)
+            written = self._parts.complete(files, _of_all(all_digests))
+        journal.add(Written(region=region.name, files=written, values=_of_all(checks)))
         if region.stage is not None:
             activations.drop(region.stage)
 
-    def _write(
+    def _show(self, own: Plan, qparams: Mapping[str, QParamsDict]) -> "_Shown":
+        """Return what a report shows of the part of a region that is this rank's."""
+        run = self._run
+        refused = run.equalization.refused.items()
+        return _Shown(
+            slots=slot_records(run, own, qparams),
+            layers=weight_errors(own, qparams, run.weight_of),
+            unequalized={name: why for name, why in refused if own.of_module(name)},
+        )
+
+    def _keep(
         self,
         number: int,
         plan: Plan,
         qparams: Mapping[str, QParamsDict],
         statistics: Mapping[str, Statistics],
+        shown: Sequence["_Shown | None"],
         journal: Journal,
-    ) -> dict[str, tuple[int, str]]:
-        """Write a region; return sizes and digests of its files in the checkpoint."""
+    ) -> None:
+        """Keep what the whole needs of a region in the end, and an interrupted run before."""
         run = self._run
         folder = journal.region_folder(number)
         folder.mkdir(parents=True, exist_ok=True)
-        with run.stages(_WRITING):
-            files = self._parts.write(number, plan, qparams)
-            save_qparams(qparams, folder / _QPARAMS)
-            StoredStatistics(
-                recipe=run.recipe.fields,
-                slots=statistics,
-                **run.equalization.decided(plan),
-            ).save(folder)
-            if self._settings.report:
-                slots = slot_records(run, plan, qparams)
-                layers = weight_errors(plan, qparams, run.weight_of)
-                refused = run.equalization.refused.items()
-                unequalized = {name: why for name, why in refused if plan.of_module(name)}
-                shown = _Shown(slots=slots, layers=layers, unequalized=unequalized)
-                write_atomically(folder / _SHOWN, json.dumps(to_plain(shown)))
-        return files
+        save_qparams(qparams, folder / _QPARAMS)
+        StoredStatistics(
+            recipe=run.recipe.fields,
+            slots=statistics,
+            **run.equalization.decided(plan),
+        ).save(folder)
+        parts = [part for part in shown if part is not None]
+        if parts:
+            of_all = _Shown(
+                slots=tuple(slot for part in parts for slot in part.slots),
+                layers=tuple(layer for part in parts for layer in part.layers),
+                unequalized=_of_all(part.unequalized for part in parts),
+            )
+            write_atomically(folder / _SHOWN, json.dumps(to_plain(of_all)))
 
     def _observed_outside(self, number: int) -> dict[str, Statistics]:
         """What all ranks have observed outside of the blocks, up to and including a region.
@@ -321,3 +338,7 @@ class _Shown:
     slots: tuple[SlotRecord, ...]
     layers: tuple[LayerError, ...]
     unequalized: dict[str, str]
+
+
+def _of_all(of_ranks: Iterable[Mapping[str, _T]]) -> dict[str, _T]:
+    return {name: value for of_rank in of_ranks for name, value in of_rank.items()}
