@@ -18,7 +18,7 @@ from inlay.evaluation.compare import Comparison
 from inlay.evaluation.layer_errors import weight_errors
 from inlay.evaluation.summary import report_of, slot_records
 from inlay.files import move_into_place, write_atomically
-from inlay.memory import returning_freed_memory
+from inlay.memory import keeping_freed_memory, return_freed_memory, returning_freed_memory
 from inlay.observers import QParamsDict
 from inlay.progress import Bar
 from inlay.ranks.identity import is_first
@@ -126,12 +126,12 @@ class Worker:
                 for batch in self._through(region, activations):
                     tokens, _ = count_tokens(self._batches[batch])
                     bar.advance(tokens, f"{number + 1} of {len(self._regions)}, {region.name}")
-                with returning_freed_memory():  # of batches too; weights need it now
-                    self._quantize(number, journal, activations)
-                    following = self._regions[number + 1 : number + 2]
-                    needed = {name for each in following for name in each.parameters}
-                    self._stored.release([n for n in region.parameters if n not in needed])
-                    self._run.equalization.parameters.forget_copies()
+                self._quantize(number, journal, activations)
+                following = self._regions[number + 1 : number + 2]
+                needed = {name for each in following for name in each.parameters}
+                self._stored.release([n for n in region.parameters if n not in needed])
+                self._run.equalization.parameters.forget_copies()
+                return_freed_memory()
 
     def _through(self, region: Region, activations: Activations) -> Iterator[int]:
         if self._passage is None or region.stage is None:
@@ -145,7 +145,8 @@ class Worker:
         """Quantize and write a region through which all batches have run."""
         run, region = self._run, self._regions[number]
         plan = run.plan.part(self._regions.belongs_to(number))
-        with run.stages(_SEARCHING):
+        # What batches have freed is returned too: weights need it now.
+        with run.stages(_SEARCHING), returning_freed_memory():
             qparams = qparams_of(
                 run.statistics,
                 plan,
@@ -156,7 +157,8 @@ class Worker:
                 last_batch=run.last_batch,
             )
         statistics = {**run.statistics.snapshot(plan), **self._observed_outside(number)}
-        with run.stages(_WRITING):
+        # Kept, as weights are compressed and judged some rows at a time, each in the same steps.
+        with run.stages(_WRITING), keeping_freed_memory():
             own = self._parts.own_part(plan)
             files = self._parts.write(number, plan, own, qparams)
             shown = self._show(own, qparams) if self._settings.report else None
