@@ -128,14 +128,17 @@ def digest_of(file: Path) -> str:
 
     :raises ValueError: if the file is no safetensors file
     """
+    size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
-        header = start + opened.read(int.from_bytes(start, "little"))
-        described = dict(json.loads(header[8:]))
+        header = start + opened.read(min(int.from_bytes(start, "little"), size))
+        described = json.loads(header[8:])
         described.pop("__metadata__", None)
         digests = []
         for each in described.values():
             begin, end = each["data_offsets"]
+            if not 0 <= begin <= end <= size:
+                raise ValueError(f"{file} has no bytes {begin} to {end}")
             found = hashlib.blake2b(digest_size=16)
             opened.seek(len(header) + begin)
             for place in range(begin, end, _AT_ONCE):
@@ -151,7 +154,8 @@ def _combined(header: bytes, digests: Iterable[str]) -> str:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the elements of a tensor as a file holds them, without a copy where that is so."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    dense = tensor.detach().cpu().contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # one element alone may have any stride
     unsigned = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
     size = flat.element_size()
     little = flat.view(unsigned[size]).numpy().astype(f"<u{size}", copy=False)
