@@ -11,9 +11,13 @@ from pathlib import Path
 from inlay.errors import CheckpointError, ConfigurationError
 
 __all__ = [
+    "complete_file",
     "move_into_place",
+    "naming_failures",
     "new_file",
     "new_folder",
+    "partial_name",
+    "remove_partial_files",
     "require_room",
     "require_writable",
     "write_atomically",
@@ -71,17 +75,44 @@ def new_file(path: str | Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     partial = _sibling(target, _PARTIAL)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        _make_readable(partial)
-        _flush(partial)
-        os.replace(partial, target)
-        _flush(target.parent)
-    except OSError as error:
-        raise _unwritten(target, partial, error) from error
+        with naming_failures(target, partial):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            _make_readable(partial)
+            complete_file(partial, target)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def partial_name(path: Path, writer: str) -> Path:
+    """Return the hidden name that a file has while it is written.
+
+    :param writer: tells apart who writes it
+    """
+    return path.with_name(f".{path.name}.{writer}{_PARTIAL}")
+
+
+def complete_file(partial: Path, path: Path) -> None:
+    """Give a file that is completely written its name, and have all of that on the disk."""
+    _flush(partial)
+    os.replace(partial, path)
+    _flush(path.parent)
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what killed processes were writing, in a folder that nobody is writing into."""
+    for leftover in folder.rglob(f".*{_PARTIAL}"):
+        leftover.unlink()
+
+
+@contextlib.contextmanager
+def naming_failures(path: Path, partial: Path) -> Iterator[None]:
+    """Raise failures to write as errors that name the file, the reason, and the free space."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritten(path, partial, error) from error
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:

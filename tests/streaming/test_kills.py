@@ -56,7 +56,8 @@ def child(moment, after):
     left = [moment]
     for owner, name in (
         (activations.Activations, "keep"),
-        (parts, "write_shard"),
+        (parts, "write_tensors"),
+        (parts, "complete_file"),
         (worker, "save_qparams"),
         (journal.Journal, "_save"),
         (journal.Journal, "remove"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import llama, qwen3_moe
-from folders import assert_same_folder
+from folders import assert_same_files, assert_same_folder, tensors_in
 from ranks import Ranks
 from streaming_ranks import Job, run, run_in_memory
 
@@ -65,8 +65,10 @@ def on_all(ranks: Ranks, job: Job, run: Any = run) -> list[Any]:
 
 
 def alone(job: Job) -> Path:
+    """The folder of one process; it is written once."""
     out = job.out.with_name("alone")
-    run(replace(job, out=out, stop=None))
+    if not out.exists():
+        run(replace(job, out=out, stop=None))
     return out
 
 
@@ -81,6 +83,7 @@ def test_they_write_what_one_process_does(ranks: Ranks, model: Path) -> None:
     )
     found = on_all(ranks, job)
     assert_same_folder(job.out, alone(job), but=["data"])
+    assert_same_files(job.out, alone(job))
     expected = "7 rows of token ids, divided over 2 processes (3, 2 of 5 batches)"
     assert [result["data"] for result in found] == [expected] * 2
     assert [result["copied"] for result in found] == [[]] * 2
@@ -143,6 +146,26 @@ def test_without_data_they_search_a_part_of_the_weights_each(ranks: Ranks, model
     assert_same_folder(job.out, alone(job))
 
 
+@pytest.mark.parametrize("preset", ["FP8_BLOCK", "W4A16_ASYM"])
+def test_each_writes_a_part_of_the_files_that_one_process_writes(
+    ranks: Ranks, model: Path, preset: str
+) -> None:
+    """Also where a block takes several files, some of which hold tensors of one rank alone."""
+    weights = {} if preset == "FP8_BLOCK" else {"group_size": 32}
+    recipe = Recipe.from_preset(preset, ignore=["lm_head"], weights=weights)
+    options = {"max_shard_size": "3KB"}
+    job = Job(model=model, out=model.parent / "out", recipe=recipe, options=options)
+    found = on_all(ranks, job)
+    assert_same_files(job.out, alone(job))
+    written = [set(result["written"]) for result in found]
+    assert not written[0] & written[1]
+    assert written[0] | written[1] == tensors_in(job.out).keys()
+    assert len(list(job.out.glob("*.safetensors"))) > 10
+    for layer in range(3):
+        mlp = f"model.layers.{layer}.mlp"
+        assert all(any(name.startswith(mlp) for name in own) for own in written)
+
+
 def test_a_block_takes_few_collectives(ranks: Ranks, tmp_path: Path) -> None:
     counts = []
     for depth in (2, 3):
@@ -176,10 +199,13 @@ def test_an_interrupted_run_goes_on_with_as_many_or_one(
     assert_same_folder(job.out, whole.out, but=["data"])
 
 
-def test_a_killed_one_is_named_and_another_number_goes_on(model: Path) -> None:
+@pytest.mark.parametrize("stop", [(1, 2, "kill"), (1, 2, "kill, written")])
+def test_a_killed_one_is_named_and_another_number_goes_on(
+    model: Path, stop: tuple[int, int, str]
+) -> None:
     pair, threads = Ranks(2), torch.get_num_threads()
     job = Job(model=model, out=model.parent / "out", recipe=STATIC, data=rows(3))
-    (found,) = pair.run(run, [replace(job, stop=(1, 2, "kill"))] * 2, but=1)
+    (found,) = pair.run(run, [replace(job, stop=stop)] * 2, but=1)
     pair.close()
     assert isinstance(found, RankError)
     assert "rank 1 ended without an error of its own: it was killed" in str(found)
@@ -187,4 +213,32 @@ def test_a_killed_one_is_named_and_another_number_goes_on(model: Path) -> None:
     torch.set_num_threads(1)
     run(replace(job, options={"resume": True}))
     assert_same_folder(job.out, alone(job), but=["data"])
+    assert_same_files(job.out, alone(job))
     torch.set_num_threads(threads)
+
+
+def test_the_first_is_killed_before_it_noted_a_block_and_both_go_on(
+    ranks: Ranks, model: Path
+) -> None:
+    """The block is written again; and what one of them finds changed, both refuse."""
+    pair = Ranks(2)
+    job = Job(model=model, out=model.parent / "out", recipe=STATIC, data=rows(3))
+    (found,) = pair.run(run, [replace(job, stop=(0, 2, "kill, complete"))] * 2, but=0)
+    pair.close()
+    assert isinstance(found, RankError)
+    written = model.parent / "out.streaming" / "checkpoint"
+    assert (written / "region-00002-000.safetensors").exists()
+    # A part of a file that a killed process was writing.
+    (written / ".region-00003-000.safetensors.0-0.partial").write_bytes(b"half")
+    first, second = (written / f"region-0000{number}-000.safetensors" for number in (0, 1))
+    resumed = replace(job, options={"resume": True})
+    for file in (first, second):
+        content = file.read_bytes()
+        for changed in (content[:-1] + bytes([content[-1] ^ 1]), b"\xff" * len(content)):
+            file.write_bytes(changed)
+            for error in ranks.run(run, [resumed] * 2):
+                assert f"{file.name}, which an interrupted run had written" in str(error)
+        file.write_bytes(content)
+    on_all(ranks, resumed)
+    assert_same_folder(job.out, alone(job), but=["data"])
+    assert_same_files(job.out, alone(job))

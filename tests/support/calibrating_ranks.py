@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import llama, mixtral
+from families import llama, mixtral, qwen3_moe
 from plain_llama import plain_llama
 from torch import distributed as dist
 from torch import nn
@@ -22,6 +22,10 @@ from inlay.statistics.finalize import _Finalization
 from inlay.workflow import keeping
 
 WORDS = 24
+WITH_EXPERTS = {
+    "mixtral": lambda: mixtral(num_hidden_layers=1, num_local_experts=8),
+    "qwen3_moe": lambda: qwen3_moe(num_hidden_layers=1, num_experts=8),
+}
 
 
 class Words(nn.Module):
@@ -62,7 +66,7 @@ class Job:
     own: tuple[Any, ...] = ()
     scheme: str = "W8A8_STATIC"
     llama: int = 0  # blocks of one, in place of a model of few words
-    has_experts: bool = False
+    experts: str = ""  # the family of a model that has some, in place of either
     inputs: dict[str, Any] | None = None
     weights: dict[str, Any] | None = None
     equalize: Any = None
@@ -73,8 +77,8 @@ class Job:
 def run(job: Job) -> dict[str, Any]:
     """Calibrate, and say everything that should be the same on all ranks, and some more."""
     changes = {"inputs": job.inputs, "weights": job.weights, "equalize": job.equalize}
-    ignore = ["lm_head", "re:.*[.]gate$"] if job.has_experts else ["lm_head"] * bool(job.llama)
-    if job.has_experts:
+    ignore = ["lm_head", "re:.*[.]gate$"] if job.experts else ["lm_head"] * bool(job.llama)
+    if job.experts and not job.equalize:  # those that share a range are not equalized
         changes["experts"] = "fill"
     recipe = inlay.Recipe.from_preset(
         job.scheme, ignore=ignore, **{k: v for k, v in changes.items() if v}
@@ -82,7 +86,7 @@ def run(job: Job) -> dict[str, Any]:
     torch._dynamo.reset()
     data = job.own[_rank()] if job.own else job.data
     model = plain_llama(job.llama) if job.llama else Words()
-    model = mixtral(num_hidden_layers=1, num_local_experts=8) if job.has_experts else model
+    model = WITH_EXPERTS[job.experts]() if job.experts else model
     with _stopping(job.stop), _noting() as noted:
         done = inlay.calibrate(model, recipe, data, **{"compiler": "eager", **job.options})
     stored = done.stored()
@@ -98,6 +102,10 @@ def run(job: Job) -> dict[str, Any]:
             },
             "seen": (done.record.samples, done.record.tokens, stored.data_seen.batches),
             "equalized": [str(each) for each in done.equalization.done],
+            "scales": {
+                group.name: scales.values.tolist()
+                for group, scales in done.equalization._scales.items()
+            },
         },
         "data": done.record.data,
         "held out": len(done.held_out),

@@ -19,6 +19,15 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_same_files(one: Path, other: Path) -> None:
+    """Both have the same files of weights, byte for byte, and nothing that is hidden."""
+    names = sorted(path.name for path in other.glob("*.safetensors*"))
+    assert sorted(path.name for path in one.glob("*.safetensors*")) == names
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    assert not list(one.rglob(".*"))
+
+
 def report_in(folder: Path) -> dict:
     """What a report says, without what differs from run to run."""
     report = json.loads((folder / "report.json").read_text())["report"]

@@ -16,7 +16,8 @@ import inlay
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.ranks import together
-from inlay.streaming import worker
+from inlay.streaming import parts, worker
+from inlay.streaming.parts import CheckpointParts
 from inlay.streaming.regions import Regions
 
 
@@ -25,7 +26,9 @@ class Job:
     """A run of `stream`.
 
     :param own: ready batches for each rank, in place of rows that are divided
-    :param stop: a rank, the number of the region that it never writes or leaves, and how it ends
+    :param stop: a rank, the number of a region, and how it ends there: with an error or "kill"
+        before it is quantized, "kill, written" when the rank has written its part, "kill, complete"
+        when the files of all are complete and nobody has noted it
     """
 
     model: Path
@@ -59,10 +62,10 @@ def run_in_memory(job: Job) -> None:
 @contextmanager
 def _noting() -> Iterator[dict[str, Any]]:
     """Count collectives, and note which parameters of blocks were copied from their files."""
-    noted: dict[str, Any] = {"collectives": Counter(), "copied": []}
+    noted: dict[str, Any] = {"collectives": Counter(), "copied": [], "written": []}
     names = ("all_reduce", "all_gather_object", "gather_object")
     kept = {name: getattr(dist, name) for name in names}
-    load = Regions.load
+    load, write = Regions.load, parts.write_tensors
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -79,13 +82,19 @@ def _noting() -> Iterator[dict[str, Any]]:
             if not any(place in part for part in mapped):
                 noted["copied"].append(name)
 
+    def written(file: Path, layout: Any, tensors: dict[str, Any]) -> Any:
+        noted["written"] += list(tensors)
+        return write(file, layout, tensors)
+
     Regions.load = loaded  # type: ignore[method-assign]
+    parts.write_tensors = written
     for name in names:
         setattr(dist, name, counted(name))
     try:
         yield noted
     finally:
         Regions.load = load  # type: ignore[method-assign]
+        parts.write_tensors = write
         for name, function in kept.items():
             setattr(dist, name, function)
 
@@ -102,18 +111,38 @@ def _mapped_from_files() -> Iterator[range]:
 def _stopping(stop: tuple[int, int, str] | None, rank: int) -> Iterator[None]:
     """End a rank when its batches have run through a region, if one is to end."""
     quantize, lost = worker.Worker._quantize, together._LOST
+    write, complete = CheckpointParts.write, CheckpointParts.complete
+    here = [False]
+
+    def end(how: str) -> None:
+        if stop is not None and here[0] and stop[2] == how:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def stopped(self: Any, number: int, *args: Any) -> None:
-        if stop is not None and stop[:2] == (rank, number):
-            if stop[2] == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
+        here[0] = stop is not None and stop[:2] == (rank, number)
+        end("kill")
+        if stop is not None and here[0] and not stop[2].startswith("kill"):
             raise MemoryError(stop[2])
         quantize(self, number, *args)
 
+    def written(self: Any, *args: Any) -> Any:
+        result = write(self, *args)
+        end("kill, written")
+        return result
+
+    def completed(*args: Any) -> Any:
+        result = complete(*args)
+        end("kill, complete")
+        return result
+
     worker.Worker._quantize = stopped  # type: ignore[method-assign]
-    if stop is not None and stop[2] == "kill":
+    CheckpointParts.write = written  # type: ignore[method-assign]
+    CheckpointParts.complete = staticmethod(completed)  # type: ignore[method-assign]
+    if stop is not None and stop[2].startswith("kill"):
         together._LOST = 5.0  # a busy machine may keep a process from running for a while
     try:
         yield
     finally:
         worker.Worker._quantize, together._LOST = quantize, lost  # type: ignore[method-assign]
+        CheckpointParts.write = write  # type: ignore[method-assign]
+        CheckpointParts.complete = staticmethod(complete)  # type: ignore[method-assign]

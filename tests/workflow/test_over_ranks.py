@@ -1,6 +1,6 @@
 """Calibrating on several processes: the result of one, or the error of the one that failed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def on_all(ranks: Ranks, job: Job) -> list[dict[str, Any]]:
         # What is kept of the last batch only is that of the last batch of all.
         Job(data=rows(5), inputs={"observer": "memoryless_minmax"}, options={"held_out": 0}),
         # Eight experts, of which a row of five words reaches a few.
-        Job(data=rows(3), has_experts=True, scheme="FP8", inputs=STATIC, options={"held_out": 0}),
+        Job(data=rows(3), experts="mixtral", scheme="FP8", inputs=STATIC, options={"held_out": 0}),
     ],
     ids=["histogram", "equalized, a rank without rows", "the last batch", "experts"],
 )
@@ -56,6 +56,43 @@ def test_all_ranks_have_the_result_of_one_process(ranks: Ranks, job: Job) -> Non
     for result in found:
         assert result["same"] == alone["same"]
     assert [result["held out"] for result in found] == [alone["held out"], 0, 0, 0]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("strength", [0.6, "auto"])
+def test_equalized_experts_have_the_scales_of_one_process(
+    ranks: Ranks, family: str, strength: Any
+) -> None:
+    """Bit for bit by ranges alone; mean sizes, which "auto" weighs, are summed in another order."""
+    job = Job(
+        data=rows(6, length=14),
+        experts=family,
+        scheme="FP8",
+        inputs=STATIC,
+        equalize=strength,
+        options={"held_out": 0, "accept": {"few_tokens", "unobserved"}},
+    )
+    alone, found = run(job)["same"], [result["same"] for result in on_all(ranks, job)]
+    assert all(result == found[0] for result in found)
+    assert sum(".experts." in name for name in alone["scales"]) == 8
+    summed = strength == "auto"
+    _assert_equal(found[0], alone, lambda path: summed or path[-1] == "magnitudes")
+
+
+def _assert_equal(
+    found: Any, expected: Any, is_rounded: Callable[[tuple[str, ...]], bool], *path: str
+) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), path
+        for key, value in expected.items():
+            _assert_equal(found[key], value, is_rounded, *path, key)
+    elif path[:1] == ("statistics",) and isinstance(expected, tuple):
+        assert found[1] == expected[1], path
+        _assert_equal(found[0], expected[0], is_rounded, *path)
+    elif path[0] != "equalized" and is_rounded(path):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), msg=str(path))
+    else:
+        assert found == expected, path
 
 
 def test_auto_compilers_agree_with_ranks_that_traced_nothing(ranks: Ranks) -> None:

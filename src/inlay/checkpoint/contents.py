@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
 from torch import nn
 
+from inlay.checkpoint.compressing import compressed_weight
 from inlay.checkpoint.gate import describe_unusable
 from inlay.checkpoint.layers import QuantizedLayer
 from inlay.equalization.parameters import EqualizedParameters
@@ -60,13 +60,16 @@ class Contents:
         unquantized: Mapping[str, torch.Tensor],
         layers: Iterable[QuantizedLayer],
         qparams: Mapping[str, QParamsDict],
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors of one block as they are written."""
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the tensors of one block as they are written: of these layers, and the others."""
         # Compressed here, not kept in the block, so that it is freed once it is written.
         quantized = {}
         for layer in layers:
             quantized.update(compressed_layer(layer, qparams, self.equalized))
-        return self.as_saved(unquantized, quantized)
+        saved = self.as_saved(unquantized, quantized)
+        compressed = {id(tensor) for tensor in quantized.values()}
+        of_layers = {name: tensor for name, tensor in saved.items() if id(tensor) in compressed}
+        return of_layers, {n: tensor for n, tensor in saved.items() if n not in of_layers}
 
     def as_saved(
         self, unquantized: Mapping[str, torch.Tensor], quantized: dict[str, torch.Tensor]
@@ -118,10 +121,9 @@ def compressed_layer(
     for slot in layer.slots:
         state.update(_qparams_as_stored(layer, slot, qparams.get(slot.name, {})))
     if layer.weight is not None and layer.scheme is not None:
-        compressor = BaseCompressor.get_value_from_registry(layer.scheme.format)
         weight = layer.weight if equalized is None else equalized.of(layer.weight)
         with torch.no_grad():
-            state = compressor.compress({"weight": weight.detach(), **state}, layer.scheme)
+            state = compressed_weight(weight.detach(), state, layer.scheme)
     for name, tensor in state.items():
         if not name.endswith("scale") or not tensor.is_floating_point():
             continue

@@ -1,17 +1,28 @@
 """Quantization as nodes of a graph, computed by compressed-tensors."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from inlay.observers import QParamsDict
 from inlay.ranges.args import key_of
 
-__all__ = ["QuantizeDequantize", "fold_weight"]
+__all__ = ["QuantizeDequantize", "fold_weight", "parts_by_rows"]
+
+_AT_ONCE = 1 << 18  # values: what is computed from them on the way stays in a cache
+_ROWS_TOGETHER = 32  # at least: zero points of so many are packed into whole words
+_BY_ROWS = (
+    QuantizationStrategy.TENSOR,
+    QuantizationStrategy.CHANNEL,
+    QuantizationStrategy.GROUP,
+    QuantizationStrategy.TENSOR_GROUP,
+    QuantizationStrategy.BLOCK,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +70,46 @@ class QuantizeDequantize:
 
 def fold_weight(weight: torch.Tensor, args: QuantizationArgs, qparams: QParamsDict) -> torch.Tensor:
     """The weight as the quantized model will see it."""
-    folded: torch.Tensor = fake_quantize(
-        weight.detach(),
-        qparams["scale"],
-        qparams["zero_point"],
-        args,
-        global_scale=qparams.get("global_scale"),
-    )
-    return folded
+    given = {name: value for name, value in qparams.items() if isinstance(value, torch.Tensor)}
+    parts = [
+        fake_quantize(
+            part,
+            own["scale"],
+            own.get("zero_point"),
+            args,
+            global_scale=own.get("global_scale"),
+        )
+        for part, own in parts_by_rows(weight.detach(), args, given)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def parts_by_rows(
+    weight: torch.Tensor, args: QuantizationArgs, qparams: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Yield some rows of a weight after others, each with the qparams that belong to them.
+
+    Quantization computes value by value, in many steps. Some rows at a time, no step needs memory
+    for a whole weight, which the system would have to clear first.
+
+    :param qparams: by names that end in scale, zero_point or global_scale; those that belong to all
+        rows are yielded as they are
+    """
+    height = 1  # rows that share a scale
+    if args.strategy == QuantizationStrategy.BLOCK and args.block_structure is not None:
+        height = args.block_structure[0]
+    together = math.lcm(_ROWS_TOGETHER, height)
+    at_once = _AT_ONCE * len(weight) // max(1, weight.numel())
+    rows = max(together, at_once // together * together)
+    if args.strategy not in _BY_ROWS or weight.dim() != 2 or rows >= len(weight):
+        yield weight, dict(qparams)
+        return
+
+    def of_rows(name: str, value: torch.Tensor) -> torch.Tensor:
+        if name.endswith("global_scale") or args.strategy == QuantizationStrategy.TENSOR:
+            return value
+        return value[begin // height : math.ceil(end / height)]
+
+    for begin in range(0, len(weight), rows):
+        end = min(begin + rows, len(weight))
+        yield weight[begin:end], {name: of_rows(name, value) for name, value in qparams.items()}

@@ -23,6 +23,7 @@ _LOST = 30.0  # seconds without one after which a process counts as lost
 _LATE = 1800.0  # seconds to wait for the first one
 _LINGER = 10.0  # seconds that a failed process gives the others to hear why
 _LOOK_EVERY = 1.0  # seconds between two looks at what the others say, while there is work
+_LOOK_WAITING = 0.1  # the same, while there is nothing to do but wait
 
 
 class EndedError(BaseException):
@@ -82,13 +83,14 @@ class Channel:
         """
         self._step += 1
         key = f"inlay/met/{self._call}/{self._step}"
-        pause = 0.001
+        begin = time.monotonic()
         with _store_errors():
             arrived = self.store.add(key, 1)
             while arrived < self.size:
-                self.look()
-                time.sleep(pause)
-                pause = min(2 * pause, 0.1)
+                if time.monotonic() - self._looked > _LOOK_WAITING:
+                    self.look()
+                # Short after a short wait: whoever comes last waits for the others to see it.
+                time.sleep(min(max(0.001, (time.monotonic() - begin) / 20), 0.1))
                 arrived = self.store.add(key, 0)
 
     def look(self) -> None:

@@ -1,24 +1,26 @@
 """The journal of a streamed run: what is written already, so that it need not be done again."""
 
-import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from inlay.checkpoint.shards import file_name
+from inlay.checkpoint.shared_shard import digest_of
 from inlay.collectives import from_all_ranks
 from inlay.errors import CheckpointError, ConfigurationError
-from inlay.files import require_writable, write_atomically
+from inlay.files import partial_name, remove_partial_files, require_writable, write_atomically
+from inlay.ranks.division import Part
 from inlay.ranks.identity import is_first
 
-__all__ = ["Journal", "Written", "digest_of", "work_folder"]
+__all__ = ["Journal", "Written", "work_folder"]
 
 _FILE = "journal.json"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,8 @@ class Journal:
         self.written: list[Written] = []
         if is_first():
             self._open(resume)
-        self.written = from_all_ranks(self.written)[0]
+        self.written, self._writer = from_all_ranks((self.written, uuid.uuid4().hex[:8]))[0]
+        self._verify()
 
     def _open(self, resume: bool) -> None:
         require_writable(self.folder)
@@ -64,6 +67,7 @@ class Journal:
             )
         if found:
             self._restore()
+            remove_partial_files(self.folder)
         else:
             shutil.rmtree(self.folder, ignore_errors=True)  # of a run that had finished nothing
             self.checkpoint.mkdir(parents=True)
@@ -72,6 +76,10 @@ class Journal:
     def region_folder(self, number: int) -> Path:
         """Where a region keeps its statistics and qparams."""
         return self.folder / "regions" / f"{number:05d}"
+
+    def partial_name(self, file: Path) -> Path:
+        """Return the name, on all ranks, that a file of the checkpoint has until it is complete."""
+        return partial_name(file, self._writer)
 
     def add(self, written: Written) -> None:
         """Take note that a region is finished. From now on it is never done again."""
@@ -105,22 +113,22 @@ class Journal:
         for each in content["written"]:
             files = {name: (int(size), digest) for name, (size, digest) in each["files"].items()}
             self.written.append(Written(**{**each, "files": files}))
-        for written in self.written:
-            for name, (size, digest) in written.files.items():
-                self._verify(self._find(name), size, digest, written.region)
+
+    def _verify(self) -> None:
+        """Verify the files that are there, a part of them on each rank."""
+        files = [(each.region, *file) for each in self.written for file in each.files.items()]
+        for place, (region, name, (size, digest)) in enumerate(files):
+            if Part.own().takes(place) and not _is_unchanged(self._find(name), size, digest):
+                raise CheckpointError(
+                    f"{self._find(name)}, which an interrupted run had written for {region}, is "
+                    f"missing or was changed since; remove {self.folder} and start anew"
+                )
 
     def _find(self, name: str) -> Path:
         """Find a file of the checkpoint, which has its last name if all of them were written."""
         names = [each for written in self.written for each in written.files]
         final = self.checkpoint / file_name(names.index(name), len(names))
         return final if final.exists() else self.checkpoint / name
-
-    def _verify(self, file: Path, size: int, digest: str, region: str) -> None:
-        if not file.exists() or file.stat().st_size != size or digest_of(file) != digest:
-            raise CheckpointError(
-                f"{file}, which an interrupted run had written for {region}, is missing or was "
-                f"changed since; remove {self.folder} and start anew"
-            )
 
 
 def work_folder(out: Path) -> Path:
@@ -129,10 +137,8 @@ def work_folder(out: Path) -> Path:
     return place.with_name(f"{place.name}.streaming")
 
 
-def digest_of(file: Path) -> str:
-    """Return a fingerprint of the content of a file."""
-    found = hashlib.blake2b(digest_size=16)
-    with file.open("rb") as opened:
-        while chunk := opened.read(1 << 24):
-            found.update(chunk)
-    return found.hexdigest()
+def _is_unchanged(file: Path, size: int, digest: str) -> bool:
+    try:
+        return file.stat().st_size == size and digest_of(file) == digest
+    except (FileNotFoundError, ValueError, LookupError, TypeError):  # of a header that was changed
+        return False

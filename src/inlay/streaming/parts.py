@@ -2,7 +2,8 @@
 
 import json
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,42 @@ from inlay.calibration import Calibration
 from inlay.checkpoint.contents import Contents
 from inlay.checkpoint.gate import require_servable, require_servable_part
 from inlay.checkpoint.layers import quantized_layers
-from inlay.checkpoint.shards import file_name, size_in_bytes, write_index, write_shard
+from inlay.checkpoint.shards import file_name, size_in_bytes, write_index
+from inlay.checkpoint.shared_shard import Layout, TensorKind, write_tensors
 from inlay.checkpoint.writing import finish_checkpoint
+from inlay.collectives import from_all_ranks
 from inlay.errors import CheckpointError
-from inlay.files import new_file
+from inlay.files import complete_file, naming_failures, new_file
 from inlay.observers import QParamsDict
+from inlay.ranks.division import Part, share
+from inlay.ranks.identity import is_first
+from inlay.ranks.together import meet
 from inlay.recipe import Plan
-from inlay.streaming.journal import Journal, digest_of
+from inlay.streaming.journal import Journal
 from inlay.streaming.regions import Regions
 
-__all__ = ["CheckpointParts", "load_qparams", "save_qparams"]
+__all__ = ["CheckpointParts", "PartialFile", "load_qparams", "save_qparams"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialFile:
+    """A file of a region, into which each rank has written its own tensors.
+
+    :param path: its name when it is complete
+    :param partial: its name until then
+    :param digests: of the tensors that this rank has written
+    """
+
+    path: Path
+    partial: Path
+    layout: Layout
+    digests: Mapping[str, str]
 
 
 class CheckpointParts:
     """Writes the regions of a model, each into files of its own, and in the end all the rest.
+
+    Over ranks, each compresses some layers of a region and writes them into the file of all.
 
     :param calibration: of the model that is streamed
     :param accept: problems to accept instead of refusing, as in `Calibration.finalize`
@@ -50,30 +73,75 @@ class CheckpointParts:
             model, layers, plan.stacks.values(), calibration.equalization.parameters
         )
 
+    def own_part(self, plan: Plan) -> Plan:
+        """Return the part of a region's plan that this rank compresses and judges."""
+        modules = plan.modules_of(self._calibration.model)
+        names = dict.fromkeys(slot.module for slot in plan.slots.values())
+        weights = {name: getattr(modules[name], "weight", None) for name in names}
+        costs = {name: 0 if weight is None else weight.numel() for name, weight in weights.items()}
+        own = set(share(costs, Part.own()))
+        return plan.part(lambda module: module in own)
+
     def write(
-        self, number: int, plan: Plan, qparams: Mapping[str, QParamsDict]
-    ) -> dict[str, tuple[int, str]]:
-        """Write a region whose parameters are in memory.
+        self, number: int, plan: Plan, own: Plan, qparams: Mapping[str, QParamsDict]
+    ) -> list[PartialFile]:
+        """Write this rank's tensors of a region whose parameters are in memory.
+
+        Every rank calls it. What the files hold does not depend on how many ranks there are.
 
         :param plan: the part of the plan that belongs to the region
+        :param own: the part of that which this rank compresses
+        :return: the files, which are complete when all ranks have written
+        """
+        tensors = self._own_tensors(number, plan, own, qparams)
+        kinds = {name: TensorKind.of(name, tensor) for name, tensor in tensors.items()}
+        of_all = [kind for of_rank in from_all_ranks(kinds) for kind in of_rank.items()]
+        files = []
+        for index, part in enumerate(_cut(dict(sorted(of_all)), self._max_size)):
+            path = self._journal.checkpoint / f"region-{number:05d}-{index:03d}.safetensors"
+            files.append((path, self._journal.partial_name(path), Layout.of(part)))
+        if is_first():
+            for path, partial, layout in files:
+                with naming_failures(path, partial):
+                    layout.make(partial)
+        meet()  # for the others to find the files
+        written = []
+        for path, partial, layout in files:
+            here = {name: tensors[name] for name in layout.begins if name in tensors}
+            with naming_failures(path, partial):
+                digests = write_tensors(partial, layout, here)
+            written.append(PartialFile(path=path, partial=partial, layout=layout, digests=digests))
+        return written
+
+    @staticmethod
+    def complete(
+        files: Iterable[PartialFile], digests: Mapping[str, str]
+    ) -> dict[str, tuple[int, str]]:
+        """Give the files of a region their names, once all ranks have written.
+
+        :param digests: of all tensors
         :return: sizes and digests of the files, by name
         """
+        found = {}
+        for file in files:
+            with naming_failures(file.path, file.partial):
+                complete_file(file.partial, file.path)
+            found[file.path.name] = (file.layout.size, file.layout.digest(digests))
+        return found
+
+    def _own_tensors(
+        self, number: int, plan: Plan, own: Plan, qparams: Mapping[str, QParamsDict]
+    ) -> dict[str, torch.Tensor]:
         full_precision = require_servable_part(plan, qparams, accept=self._accept)
         model, recipe = self._calibration.model, self._calibration.recipe
-        layers = quantized_layers(model, plan, recipe, full_precision)
+        layers = quantized_layers(model, own, recipe, full_precision)
         names = [name for name in self._contents.unquantized if self._is_of(number, name)]
         kept = (f"{module}.weight" for module in sorted(full_precision))
         names += [name for name in kept if hasattr(_module(model, name), "weight")]
         plain = {name: operator.attrgetter(name)(model).detach() for name in names}
-        tensors = self._contents.tensors(plain, layers, qparams)
-        files = {}
-        for index, part in enumerate(_cut(tensors, self._max_size)):
-            name = f"region-{number:05d}-{index:03d}.safetensors"
-            path = self._journal.checkpoint / name
-            with new_file(path) as partial:
-                write_shard(part, partial)
-            files[name] = (path.stat().st_size, digest_of(path))
-        return files
+        quantized, others = self._contents.tensors(plain, layers, qparams)
+        own_others = share({name: tensor.nbytes for name, tensor in others.items()}, Part.own())
+        return {**quantized, **{name: others[name] for name in own_others}}
 
     def _is_of(self, number: int, name: str) -> bool:
         return self._regions.number_of_tensor(name) == number
@@ -139,8 +207,8 @@ def load_qparams(file: Path, device: torch.device) -> dict[str, QParamsDict]:
     return found
 
 
-def _cut(tensors: Mapping[str, torch.Tensor], max_size: int) -> Iterator[dict[str, torch.Tensor]]:
-    part: dict[str, torch.Tensor] = {}
+def _cut(tensors: Mapping[str, TensorKind], max_size: int) -> Iterator[dict[str, TensorKind]]:
+    part: dict[str, TensorKind] = {}
     size = 0
     for name, tensor in tensors.items():
         if part and size + tensor.nbytes > max_size:

@@ -164,6 +164,11 @@ class Regions(Sequence[Region]):
         self._stored.load(inside, mapped=size() > 1)
         self._stored.load([n for n in region.parameters if n not in set(inside)], mapped=True)
 
+    def needed_after(self, number: int) -> set[str]:
+        """Return the parameters of the region that follows."""
+        following = self._regions[number + 1 : number + 2]
+        return {name for region in following for name in region.parameters}
+
     def belongs_to(self, number: int) -> Callable[[str], bool]:
         """Return what tells whether a module belongs to a region."""
         return lambda module: self.number_of(module) == number

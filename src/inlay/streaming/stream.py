@@ -68,8 +68,8 @@ def stream(
     `out`, from which an interrupted run goes on.
 
     Under a process group, all processes call it. Each takes its part of the data, as in
-    `calibrate`, through one block after another; the first writes. `out` is on a disk that all
-    processes see.
+    `calibrate`, through one block after another, and writes its part of each. `out` is on a disk
+    that all processes see.
 
     :param model: the folder of a model or its name, or what `StoredModel.open` gives for it
     :param data: as in `inlay.calibrate`

@@ -1,23 +1,22 @@
 """The work of a streamed run: region by region, then all that belongs to the whole."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from inlay import report as report_page
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.checkpoint.writing import size_of_model
 from inlay.collectives import to_first_rank
 from inlay.data.batch import count_tokens
-from inlay.equalization.group import Group
 from inlay.errors import ConfigurationError
 from inlay.evaluation.compare import Comparison
 from inlay.evaluation.layer_errors import weight_errors
 from inlay.evaluation.summary import report_of, slot_records
 from inlay.files import move_into_place, write_atomically
-from inlay.memory import returning_freed_memory
+from inlay.memory import keeping_freed_memory, return_freed_memory, returning_freed_memory
 from inlay.observers import QParamsDict
 from inlay.progress import Bar
 from inlay.ranks.identity import is_first
@@ -29,6 +28,7 @@ from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
 from inlay.statistics.value import Statistics
 from inlay.streaming.activations import Activations
 from inlay.streaming.comparison import StreamedComparison
+from inlay.streaming.equalizing import StreamedEqualization
 from inlay.streaming.journal import Journal, Written
 from inlay.streaming.parts import CheckpointParts, load_qparams, save_qparams
 from inlay.streaming.passage import Passage
@@ -42,6 +42,8 @@ __all__ = ["Settings", "Worker"]
 _QPARAMS, _SHOWN = "qparams.safetensors", "shown.json"  # of a region
 _READING, _SEARCHING, _WRITING = "reading weights", "searching ranges", "writing"
 _COMPARING = "comparing"
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,8 @@ class Settings:
 class Worker:
     """Takes a model through a streamed run.
 
-    Over ranks, all take their own batches through each region, merge what they observed in it, and
-    search a part of its ranges each; the first writes it while the others go on with the next.
+    Over ranks, all take their own batches through each region and merge what they observed in it.
+    Each searches a part of its ranges, and compresses and writes a part of its layers.
 
     :param batches: those that calibrate, by their numbers among those of all ranks; none if the
         recipe needs no data
@@ -100,21 +102,7 @@ class Worker:
         uses = uses_of_all_ranks(self._stored, started)
         self._regions = Regions(self._stored, uses, self._run.plan)
         self._require_padding_left_out()
-        if self._run.recipe.equalize is not None:
-            self._prepare_equalization()
-
-    def _prepare_equalization(self) -> None:
-        """Find out what is scaled outside of the blocks.
-
-        :raises ConfigurationError: if equalized inputs are to be observed and cannot be
-        """
-        equalization = self._run.equalization
-        equalization.hear_of_groups(self._run.module_weight)
-        if self._run.plan.needs_second_run:
-            collected = equalization.collected
-            groups = {group.name: collected.parameters_of(group) for group in collected.groups}
-            self._scaled = self._regions.scaled_in(groups)
-            equalization.is_settled = True  # region by region
+        self._equalization = StreamedEqualization(self._run, self._stored, self._regions)
 
     def work(self, journal: Journal) -> None:
         """Run, quantize and write all regions that the journal does not have yet."""
@@ -140,11 +128,11 @@ class Worker:
                     tokens, _ = count_tokens(self._batches[batch])
                     place = f"{number + 1} of {len(self._regions)}, {region.name}"
                     bar.advance(tokens, f"{place}{how}")
-                with returning_freed_memory():  # of batches too; weights need it now
-                    self._quantize(number, journal, activations)
-                    self._stored.release(set(region.parameters) - self._needed_after(number))
-                    plan.renew_experts()  # or they keep what is released
-                    self._run.forget_equalized_copies()
+                self._quantize(number, journal, activations)
+                self._stored.release(set(region.parameters) - self._regions.needed_after(number))
+                plan.renew_experts()  # or they keep what is released
+                self._run.forget_equalized_copies()
+                return_freed_memory()
 
     def _through(self, number: int, activations: Activations) -> Iterator[tuple[int, str]]:
         """Run all batches through a region, and once more to observe what it equalizes.
@@ -159,101 +147,83 @@ class Worker:
             yield from ((batch, "") for batch in self._passage.through(region, activations))
         if self._run.plan.needs_second_run:
             with self._run.stages("equalizing"), returning_freed_memory():
-                self._settle(number)
+                self._equalization.settle(number)
             if self._passage is not None:
-                scaled = self._run.equalization.parameters.changed
-                outside = set(filter(self._regions.is_outside, scaled))
+                outside = self._equalization.scaled_outside
                 passing = self._passage.through_equalized(region, activations, outside)
                 yield from ((batch, ", equalized") for batch in passing)
         if len(self._run.graphs) > known:
             self._require_padding_left_out()
 
-    def _needed_after(self, number: int) -> set[str]:
-        following = self._regions[number + 1 : number + 2]
-        return {name for region in following for name in region.parameters}
-
-    def _settle(self, number: int) -> None:
-        """Choose how a region is equalized that all batches of all ranks have run through."""
-        run, own = self._run, {number, len(self._regions) - 1}
-        passed = run.plan.part(lambda module: self._regions.number_of(module) in own)
-        run.statistics.merge_ranks(passed, last_batch=run.last_batch)
-        absent = self._scaled.get(number, set()) - self._stored.loaded
-        self._stored.load(absent, mapped=True)
-        run.equalization.choose(run.statistics, run.module_weight, self._runs_in(number))
-        self._stored.release(absent - self._needed_after(number))
-        # Here and not when batches run, which keeps the room that wider copies take meanwhile.
-        parameters = run.equalization.parameters
-        for name in parameters.changed.intersection(self._regions[number].runs):
-            parameters.named(name)
-
-    def _runs_in(self, number: int) -> Callable[[Group], bool]:
-        runs, collected = set(self._regions[number].runs), self._run.equalization.collected
-        return lambda group: not runs.isdisjoint(collected.parameters_of(group))
-
-    def _equalize(self, plan: Plan) -> None:
-        """Say what slots of a region would have seen of the values that are equalized."""
-        equalization, statistics = self._run.equalization, self._run.statistics
-        if not equalization.is_settled:
-            equalization.choose(statistics, self._run.module_weight, _readers_in(plan))
-        equalization.apply(statistics, _readers_in(plan))
-
     def _quantize(self, number: int, journal: Journal, activations: Activations) -> None:
-        """Quantize a region through which all batches have run, and write it on the first rank."""
+        """Quantize and write a region through which all batches have run."""
         run, region = self._run, self._regions[number]
         plan = run.plan.part(self._regions.belongs_to(number))
-        with run.stages(_SEARCHING):
+        # What batches have freed is returned too: weights need it now.
+        with run.stages(_SEARCHING), returning_freed_memory():
             qparams = qparams_of(
                 run.statistics,
                 plan,
                 run.weight_of,
                 accept=self._settings.accept,
                 progress=False,
-                before=lambda: self._equalize(plan),
+                before=lambda: self._equalization.apply(plan),
                 last_batch=run.last_batch,
             )
         statistics = {**run.statistics.snapshot(plan), **self._observed_outside(number)}
-        values = to_first_rank(activations.complete())
-        if not is_first():
-            return
-        files = self._write(number, plan, qparams, statistics, journal)
-        checks = {name: check for of_rank in values for name, check in of_rank.items()}
-        journal.add(Written(region=region.name, files=files, values=checks))
+        # Kept, as weights are compressed and judged some rows at a time, each in the same steps.
+        with run.stages(_WRITING), keeping_freed_memory():
+            own = self._parts.own_part(plan)
+            files = self._parts.write(number, plan, own, qparams)
+            shown = self._show(own, qparams) if self._settings.report else None
+            digests = {name: found for file in files for name, found in file.digests.items()}
+            of_ranks = to_first_rank((digests, shown, activations.complete()))
+            if not is_first():
+                return
+            all_digests, all_shown, checks = zip(*of_ranks, strict=True)
+            self._keep(number, plan, qparams, statistics, all_shown, journal)
+            written = self._parts.complete(files, _of_all(all_digests))
+        journal.add(Written(region=region.name, files=written, values=_of_all(checks)))
         if region.stage is not None:
             activations.drop(region.stage)
 
-    def _write(
+    def _show(self, own: Plan, qparams: Mapping[str, QParamsDict]) -> "_Shown":
+        """Return what a report shows of the part of a region that is this rank's."""
+        run = self._run
+        refused = run.equalization.refused.items()
+        return _Shown(
+            slots=slot_records(run, own, qparams),
+            layers=weight_errors(own, qparams, run.weight_of),
+            unequalized={name: why for name, why in refused if own.of_module(name)},
+        )
+
+    def _keep(
         self,
         number: int,
         plan: Plan,
         qparams: Mapping[str, QParamsDict],
         statistics: Mapping[str, Statistics],
+        shown: Sequence["_Shown | None"],
         journal: Journal,
-    ) -> dict[str, tuple[int, str]]:
-        """Write a region; return sizes and digests of its files in the checkpoint."""
+    ) -> None:
+        """Keep what the whole needs of a region in the end, and an interrupted run before."""
         run = self._run
         folder = journal.region_folder(number)
         folder.mkdir(parents=True, exist_ok=True)
-        with run.stages(_WRITING):
-            files = self._parts.write(number, plan, qparams)
-            save_qparams(qparams, folder / _QPARAMS)
-            StoredStatistics(
-                recipe=run.recipe.fields,
-                slots=statistics,
-                **run.equalization.decided(self._decided_in(number, plan)),
-            ).save(folder)
-            if self._settings.report:
-                slots = slot_records(run, plan, qparams)
-                layers = weight_errors(plan, qparams, run.weight_of)
-                refused = run.equalization.refused.items()
-                unequalized = {name: why for name, why in refused if plan.of_module(name)}
-                shown = _Shown(slots=slots, layers=layers, unequalized=unequalized)
-                write_atomically(folder / _SHOWN, json.dumps(to_plain(shown)))
-        return files
-
-    def _decided_in(self, number: int, plan: Plan) -> Callable[[Group], bool]:
-        """Tell whether the scales of a group were chosen in a region."""
-        is_settled = self._run.equalization.is_settled
-        return self._runs_in(number) if is_settled else _readers_in(plan)
+        save_qparams(qparams, folder / _QPARAMS)
+        StoredStatistics(
+            recipe=run.recipe.fields,
+            slots=statistics,
+            **run.equalization.decided(self._equalization.decided_in(number, plan)),
+        ).save(folder)
+        parts = [part for part in shown if part is not None]
+        if parts:
+            of_all = _Shown(
+                slots=tuple(slot for part in parts for slot in part.slots),
+                layers=tuple(layer for part in parts for layer in part.layers),
+                unequalized=_of_all(part.unequalized for part in parts),
+            )
+            write_atomically(folder / _SHOWN, json.dumps(to_plain(of_all)))
 
     def _observed_outside(self, number: int) -> dict[str, Statistics]:
         """What all ranks have observed outside of the blocks, up to and including a region.
@@ -375,11 +345,6 @@ class Worker:
         report_page.write(data, journal.checkpoint / "report.html")
 
 
-def _readers_in(plan: Plan) -> Callable[[Group], bool]:
-    """Tell whether a group is read in a part of the plan."""
-    return lambda group: any(map(plan.of_module, group.readers))
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Shown:
     """What a report shows of a region.
@@ -390,3 +355,7 @@ class _Shown:
     slots: tuple[SlotRecord, ...]
     layers: tuple[LayerError, ...]
     unequalized: dict[str, str]
+
+
+def _of_all(of_ranks: Iterable[Mapping[str, _T]]) -> dict[str, _T]:
+    return {name: value for of_rank in of_ranks for name, value in of_rank.items()}
