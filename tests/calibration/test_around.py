@@ -58,6 +58,7 @@ def test_only_a_block_is_traced(family: Any) -> None:
     calibration = observed(model, recipe)
     assert not is_traced_around(calibration)
     assert len(calibration.graphs) == 1
+    assert "around its blocks the model runs as it is" in calibration.explain()
 
 
 def test_the_head_runs_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +98,7 @@ def test_traced_if_there_is_something_to_see(model: Any, recipe: Recipe) -> None
     calibration = observed(model(), recipe)
     assert is_traced_around(calibration)
     assert is_cut(calibration)
+    assert "around its blocks" not in calibration.explain()
 
 
 def test_an_error_leaves_nothing_behind() -> None:

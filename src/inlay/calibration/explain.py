@@ -45,6 +45,8 @@ def explain(
         parts.append("\n".join(equalization))
     if tiers:
         parts.append("\n".join(tiers))
+    if graphs and all(graph.is_region for graph in graphs):
+        parts.append("around its blocks the model runs as it is, since nothing of it is quantized")
     for index, graph in enumerate(graphs):
         for variant in graph.variants.values():
             parts.append(f"graph {index}:\n{format_graph(variant.graph_module)}")
