@@ -18,11 +18,11 @@ from inlay import Recipe, stream
 
 torch.set_num_threads(1)
 folder, out, vocabulary, batches, tokens = sys.argv[1:3] + list(map(int, sys.argv[3:]))
-data = [{"input_ids": torch.randint(0, vocabulary, (1, tokens))} for _ in range(batches)]
+data = [{"input_ids": torch.randint(0, vocabulary, (1, tokens))} for _ in range(batches + 4)]
 recipe = Recipe.from_preset(
     "W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "minmax"}, equalize=0.7
 )
-done = stream(folder, recipe, data, out=out, held_out=0, compiler="eager")
+done = stream(folder, recipe, data, out=out, samples=batches, held_out=4, compiler="eager")
 print(json.dumps(done.peak_memory))
 """
 
@@ -31,7 +31,7 @@ def test_it_takes_two_and_a_half_blocks_and_what_the_libraries_take(tmp_path: Pa
     """The model alone would take more than all that is allowed besides the libraries.
 
     It is equalized and batches pass each block twice, which takes all that other runs take and
-    more: scaled copies of a block, and values of the equalized model.
+    more: scaled copies of a block, and values of the equalized model. Then it is compared.
     """
     block = write_llama(tmp_path / "model", blocks=16, hidden=HIDDEN, intermediate=2816)
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))

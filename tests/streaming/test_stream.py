@@ -15,6 +15,9 @@ from inlay import Recipe, stream
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.errors import CheckpointError, ConfigurationError, StatisticsError
+from inlay.streaming.comparison import _Pair
+from inlay.streaming.regions import Region
+from inlay.streaming.stages import Starting
 from inlay.streaming.worker import Worker
 
 pytestmark = pytest.mark.slow
@@ -73,6 +76,26 @@ def test_compiled(folder: Path) -> None:
     data = batches(3, lengths=(6, 9))
     expected = in_memory(folder, STATIC, data, **options)
     assert_same_folder(streamed(folder, STATIC, data, **options), expected)
+
+
+def test_outputs_are_compared_batch_by_batch(folder: Path, monkeypatch) -> None:
+    """The logits of all held-out batches may be larger than the model."""
+    waiting: set[int] = set()
+    run, outputs = _Pair.run, _Pair.outputs
+
+    def noting_run(pair: _Pair, region: Region) -> None:
+        assert not waiting
+        run(pair, region)
+        if pair.is_done:
+            waiting.add(id(pair))
+
+    def noting_outputs(pair: _Pair, starting: Starting) -> object:
+        waiting.remove(id(pair))
+        return outputs(pair, starting)
+
+    monkeypatch.setattr(_Pair, "run", noting_run)
+    monkeypatch.setattr(_Pair, "outputs", noting_outputs)
+    streamed(folder, STATIC, batches(6), samples=3, held_out=3)
 
 
 def test_a_tied_head_that_is_quantized_too(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from inlay.report.data import Change, Finding
 __all__ = ["NO_LABEL", "Choices", "Measure", "Vectors", "chunks", "next_tokens"]
 
 NO_LABEL = -100  # marks a position without a label, as in transformers
-# Numbers compared at a time: 64 MB in float32, while the logits of a batch may be gigabytes.
-_CHUNK = 1 << 24
+# Numbers compared at a time: 16 MB in float32, of which there are several copies, while the logits
+# of a batch may be gigabytes.
+_CHUNK = 1 << 22
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:

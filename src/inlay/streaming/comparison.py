@@ -18,6 +18,7 @@ from inlay.evaluation.compare import (
     prepared,
 )
 from inlay.evaluation.layer_errors import layer_errors
+from inlay.memory import return_freed_memory
 from inlay.progress import watched
 from inlay.report.data import LayerError
 from inlay.streaming.activations import Activations
@@ -58,6 +59,7 @@ class StreamedComparison:
             uses = uses_of(self._stored, pairs[0].plain)
             regions = Regions(self._stored, uses, self._run.plan)
             layers: list[LayerError] = []
+            outputs = Outputs(self._run.model)
             shown = watched(regions, "comparing", show=self._run.show_progress)
             for number, region in enumerate(shown):
                 regions.load(region)
@@ -65,13 +67,13 @@ class StreamedComparison:
                 plan.renew_experts()
                 for pair in pairs if region.stage is not None else ():
                     pair.run(region)
+                    if pair.is_done:  # taken in at once: the logits of all batches are large
+                        outputs.add(pair.batch, *pair.outputs(self._starting))
                 layers += layer_errors(self._run.model, rerun.bindings, plan)
                 rerun.let_go_of_blocks()
                 self._stored.release(region.parameters)
                 plan.renew_experts()  # or they keep what is released
-            outputs = Outputs(self._run.model)
-            for pair in pairs:
-                outputs.add(pair.batch, *pair.outputs(self._starting, self._run))
+                return_freed_memory()  # kept by batches, in pieces that the next block cannot use
         places = {name: n for n, name in enumerate(self._run.plan.modules_of(self._run.model))}
         return Comparison(
             batches=len(batches),
@@ -146,7 +148,12 @@ class _Pair:
             else:
                 self._results[quantized] = values["output"]
 
-    def outputs(self, starting: Starting, run: Run) -> tuple[Any, Any]:
+    @property
+    def is_done(self) -> bool:
+        """Whether the batch has run through all of both models."""
+        return len(self._results) == len(self._sides)
+
+    def outputs(self, starting: Starting) -> tuple[Any, Any]:
         """What the plain model and the quantized one return."""
         found = []
         for quantized in (False, True):
