@@ -83,16 +83,29 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
+def with_own_forward(model: nn.Module) -> nn.Module:
+    model.forward = model.forward
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
         (lambda: OwnLlama(llama().config).eval(), STATIC),
         (lambda: compiled_in_place(llama()), STATIC),
+        (lambda: with_own_forward(llama()), STATIC),
         (llama, Recipe.from_preset("W8A8_STATIC", inputs=INPUTS)),
         (llama, Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], equalize=0.5)),
         (bert, Recipe.from_preset("W8A8_STATIC", inputs=INPUTS)),
     ],
-    ids=["unknown class", "compiled in place", "static head", "equalized", "pooler quantized"],
+    ids=[
+        "unknown class",
+        "compiled in place",
+        "own forward",
+        "static head",
+        "equalized",
+        "pooler quantized",
+    ],
 )
 def test_traced_if_there_is_something_to_see(model: Any, recipe: Recipe) -> None:
     calibration = observed(model(), recipe)
@@ -118,12 +131,13 @@ def test_an_error_leaves_nothing_behind() -> None:
     )
 
 
-def test_hooks_of_the_user_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_see_all_logits() -> None:
+    """Some of them only would be a surprise."""
     model = llama(num_hidden_layers=2)
     met: list[torch.Size] = []
-    model.model.norm.register_forward_hook(lambda module, args, output: met.append(output.shape))
-    observed(model)
-    assert met
+    model.lm_head.register_forward_hook(lambda module, args, output: met.append(output.shape))
+    assert is_traced_around(observed(model))
+    assert set(met) == {torch.Size([2, 6, 96])}
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from inlay.calibration.tracing import (
 from inlay.errors import ConfigurationError, GraphError
 from inlay.memory import collecting_garbage_later, keeping_freed_memory
 from inlay.recipe import Plan
-from inlay.torch_private import compiled_in_place, observing_dynamo
+from inlay.torch_private import compiled_in_place, has_hooks, observing_dynamo
 
 __all__ = ["Rerun", "run_apart", "run_for_statistics", "running"]
 
@@ -66,8 +66,9 @@ def run_for_statistics(model: nn.Module, observing: Backend, parts: Backend) -> 
 def _can_stay_around(model: nn.Module, plan: Plan) -> bool:
     """Whether the model around its blocks can run as it is, and need not be traced.
 
-    That is so if nothing of it is quantized, it is known to use its blocks as wholes, and it has no
-    head that would run in vain. Equalization wants to see all uses of a weight.
+    That is so if nothing of it is quantized, it is known to use its blocks as wholes, nobody else
+    sees its logits, and it has no head that would run in vain. Equalization wants to see all uses
+    of a weight.
     """
     blocks = block_modules(model)
 
@@ -78,10 +79,15 @@ def _can_stay_around(model: nn.Module, plan: Plan) -> bool:
     return (
         plan.recipe.equalize is None
         and all(map(is_inside, {slot.module for slot in plan.slots.values()}))
-        and all(map(is_of_library, around))
+        and all(map(_is_known, around))
         and not any(map(compiled_in_place, model.modules()))
         and (_takes_few_logits(model) or not _has_head(model))
     )
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a call of a module runs what a library has written, and nothing else."""
+    return is_of_library(module) and not has_hooks(module) and "forward" not in vars(module)
 
 
 def _with_few_logits(model: nn.Module, observing: Backend) -> Callable[..., Any]:
