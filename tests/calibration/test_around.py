@@ -61,6 +61,16 @@ def test_only_a_block_is_traced(family: Any) -> None:
     assert "around its blocks the model runs as it is" in calibration.explain()
 
 
+def test_with_and_without_padding_it_is_one_graph() -> None:
+    """As when it is traced: untraced, transformers gives blocks no mask if there is no padding."""
+    model = llama(num_hidden_layers=2)
+    calibration = observed(model)
+    padded = batch(model, 1)
+    padded["attention_mask"][0, 4:] = 0
+    calibration.observe(**padded)
+    assert len(calibration.graphs) == 1
+
+
 def test_the_head_runs_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(num_hidden_layers=2)
     head = LogitsCounted(32, 96, bias=False)
