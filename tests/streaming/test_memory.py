@@ -48,4 +48,5 @@ def test_it_takes_two_and_a_half_blocks_and_what_the_libraries_take(tmp_path: Pa
     if peak is None:
         pytest.skip("this system does not say how much memory a process takes")
     activations = 2 * 2 * BATCHES * TOKENS * HIDDEN * 2  # of two blocks and of two models
-    assert peak <= 2.5 * block + activations + 600e6
+    # Comparing has a block of the model and of the quantized one in memory.
+    assert peak <= 2 * 2.5 * block + activations + 600e6
