@@ -282,6 +282,27 @@ def test_another_writer_can_write_the_file(tmp_path: Path) -> None:
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_the_umask_holds_and_never_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: int
+) -> None:
+    """It belongs to the process: files of other threads would get the permissions."""
+    old = os.umask(mask)
+    changed = []
+    try:
+        monkeypatch.setattr(os, "umask", changed.append)
+        with new_folder(tmp_path / "folder") as folder:
+            write_atomically(folder / "inside", "new")
+            (folder / "another").touch(mode=0o600)
+    finally:
+        monkeypatch.undo()
+        os.umask(old)
+    assert not changed
+    assert contents(tmp_path) == {"folder/inside": "new", "folder/another": ""}
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "folder").iterdir()}
+    assert modes == {0o666 & ~mask}
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("wrong")])
 def test_an_exception_leaves_the_old_file(tmp_path: Path, error: BaseException) -> None:
     path = tmp_path / "file"

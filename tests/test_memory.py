@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from inlay import memory
-from inlay.memory import keeping_freed_memory, return_freed_memory
+from inlay.memory import keeping_freed_memory, return_freed_memory, returning_freed_memory
 
 PAGES = 8 << 20 >> 12  # of one tensor of 8 MiB
 
@@ -64,3 +64,63 @@ def test_nothing_is_done_without_glibc() -> None:
     with keeping_freed_memory():
         pass
     return_freed_memory()
+
+
+class Glibc:
+    """Notes what malloc is told."""
+
+    def __init__(self) -> None:
+        self.thresholds: dict[int, int] = {}
+
+    def mallopt(self, parameter: int, value: int) -> None:
+        self.thresholds[parameter] = value
+
+    def malloc_trim(self, _: int) -> None:
+        pass
+
+    @property
+    def mib(self) -> list[float]:
+        return [value / (1 << 20) for _, value in sorted(self.thresholds.items(), reverse=True)]
+
+
+@pytest.fixture
+def glibc(monkeypatch: pytest.MonkeyPatch) -> Glibc:
+    found = Glibc()
+    monkeypatch.setattr(memory, "_glibc", lambda: found)
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_settings_end_with_their_context(glibc: Glibc) -> None:
+    """And those of a context around it hold again, on errors too."""
+    with returning_freed_memory():
+        assert glibc.mib == [0.125, 0.125]
+        with pytest.raises(ValueError, match="wrong"), keeping_freed_memory():
+            assert glibc.mib == [2047, 1024]
+            raise ValueError("wrong")
+        assert glibc.mib == [0.125, 0.125]
+    assert glibc.mib == [64, 32]  # the largest thresholds that glibc takes by itself
+
+
+def test_threads_may_leave_in_any_order(glibc: Glibc) -> None:
+    first, second = keeping_freed_memory(), returning_freed_memory()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert glibc.mib == [0.125, 0.125]
+    second.__exit__(None, None, None)
+    assert glibc.mib == [64, 32]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_MMAP_THRESHOLD_", "4096"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=4096")],
+)
+def test_settings_of_the_user_stay(
+    glibc: Glibc, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with keeping_freed_memory():
+        pass
+    assert not glibc.thresholds

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import stat
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def new_file(path: str | Path) -> Iterator[Path]:
         with naming_failures(target, partial):
             target.parent.mkdir(parents=True, exist_ok=True)
             yield partial
-            _make_readable(partial)
+            partial.chmod(_usual_mode(target.parent))
             complete_file(partial, target)
     finally:
         with contextlib.suppress(OSError):
@@ -259,18 +260,26 @@ def _move_in(partial: Path, target: Path) -> None:
 
 def _flush_tree(folder: Path) -> None:
     """Write everything to the disk before the rename, which might otherwise get there first."""
+    mode = _usual_mode(folder)
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
-            _make_readable(Path(root) / name)
+            (Path(root) / name).chmod(mode)
             _flush(Path(root) / name)
         _flush(Path(root))
 
 
-def _make_readable(file: Path) -> None:
-    """Give a file the usual permissions: some libraries write for the owner only."""
-    mask = os.umask(0)
-    os.umask(mask)
-    file.chmod(0o666 & ~mask)
+def _usual_mode(folder: Path) -> int:
+    """Return the permissions of a new file in a folder: some libraries write for the owner only.
+
+    An empty file shows them. Reading the umask would mean setting it, for all threads.
+    """
+    trial = _sibling(folder / "mode", _PARTIAL)
+    descriptor = os.open(trial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+        trial.unlink()
 
 
 def _flush(path: Path) -> None:
