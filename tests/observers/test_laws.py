@@ -21,7 +21,14 @@ from inlay.testing.strategies import (
 )
 
 MIN_MAX = ["memoryless_minmax", "static_minmax", "minmax"]
-SEARCHING = ["memoryless_mse", "mse", "imatrix_mse", "histogram"]
+SEARCHING = [
+    "memoryless_mse",
+    "mse",
+    "imatrix_mse",
+    "nvfp4_expanded_mse",
+    "nvfp4_expanded_imatrix",
+    "histogram",
+]
 
 
 @pytest.mark.hypothesis

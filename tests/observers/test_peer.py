@@ -18,6 +18,7 @@ from inlay.testing.strategies import CASES, MXFP4, NVFP4, SHAPES, make_args
 
 MIN_MAX = ["memoryless_minmax", "static_minmax", "minmax"]
 SEARCHING = ["memoryless_mse", "mse", "imatrix_mse"]
+EXPANDED = ["nvfp4_expanded_mse", "nvfp4_expanded_imatrix"]
 
 
 def batches(base_name: str, count: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -67,6 +68,16 @@ def test_statistics_and_qparams_are_equal(name: str, case: str, count: int) -> N
     base_name, fields = CASES[case]
     own, peer = pair(name, base_name, make_args(fields))
     feed(own, peer, batches(base_name, count))
+    assert_equal_observers(own, peer)
+
+
+@pytest.mark.filterwarnings("ignore:.*searches without importance")
+@pytest.mark.parametrize("case", ["weight-nvfp4", "weight-mxfp4", "weight-int4-group-asymmetric"])
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_searches_are_equal(name: str, case: str) -> None:
+    base_name, fields = CASES[case]
+    own, peer = pair(name, base_name, make_args(fields))
+    feed(own, peer, batches(base_name, 1))
     assert_equal_observers(own, peer)
 
 

@@ -72,9 +72,19 @@ PRESETS: tuple[Row, ...] = (
 )
 
 _SEARCH = "maxshrink=0.2, patience=5, grid=100.0, norm=2.4, expand=1.0"
+_EXPANDED = "maxshrink=0.5555555555555556, patience=1000, grid=200.0, norm=2.4, expand=1.8"
+_EXPANDED_RANGE = (
+    "The range with the smallest error among 1.8 to 0.8 times the observed one, for FP4."
+)
 
 # Name, what it is for, settings with defaults, the range it finds.
 OBSERVERS: tuple[Row, ...] = (
+    (
+        "fouroversix",
+        "weights",
+        _EXPANDED,
+        "Another name of `nvfp4_expanded_mse`, as in llm-compressor.",
+    ),
     (
         "histogram",
         "activations",
@@ -106,6 +116,13 @@ OBSERVERS: tuple[Row, ...] = (
         f"{_SEARCH}, averaging_constant=0.01",
         "Moving average of the best range of each observed value.",
     ),
+    (
+        "nvfp4_expanded_imatrix",
+        "weights",
+        "maxshrink=0.5555555555555556, patience=1000, grid=200, norm=2.4, expand=1.8, strict=False",
+        "The search of `nvfp4_expanded_mse`, weighted as that of `imatrix_mse`.",
+    ),
+    ("nvfp4_expanded_mse", "weights", _EXPANDED, _EXPANDED_RANGE),
     ("static_minmax", "activations", "", "Minimum and maximum of all observed values."),
 )
 

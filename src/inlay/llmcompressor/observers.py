@@ -39,10 +39,13 @@ _COUNTERPARTS: dict[type, tuple[str, Mapping[str, str]]] = {
     min_max.StaticMinMaxObserver: ("static_minmax", {}),
     min_max.MinMaxObserver: ("minmax", _AVERAGING),
     mse.MemorylessMSEObserver: ("memoryless_mse", _SEARCH),
-    mse.NVFP4ExpandedMSEObserver: ("memoryless_mse", _SEARCH),
+    mse.NVFP4ExpandedMSEObserver: ("nvfp4_expanded_mse", _SEARCH),
     mse.MovingAverageMSEObserver: ("mse", {**_SEARCH, **_AVERAGING}),
     imatrix.IMatrixMSEObserver: ("imatrix_mse", {**_SEARCH, "strict": "strict"}),
-    imatrix.NVFP4ExpandedIMatrixObserver: ("imatrix_mse", {**_SEARCH, "strict": "strict"}),
+    imatrix.NVFP4ExpandedIMatrixObserver: (
+        "nvfp4_expanded_imatrix",
+        {**_SEARCH, "strict": "strict"},
+    ),
 }
 _IMPORTANCE = ("_imatrix_sum", "_imatrix_count")
 

@@ -17,19 +17,25 @@ from inlay.observers.helpers import (
     lerp,
 )
 from inlay.observers.histogram import HistogramObserver
-from inlay.observers.imatrix import IMatrixMSEObserver
+from inlay.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from inlay.observers.measuring import MeasuringObserver
 from inlay.observers.min_max import (
     MemorylessMinMaxObserver,
     MinMaxObserver,
     StaticMinMaxObserver,
 )
-from inlay.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver
+from inlay.observers.mse import (
+    FourOverSixObserver,
+    MemorylessMSEObserver,
+    MovingAverageMSEObserver,
+    NVFP4ExpandedMSEObserver,
+)
 from inlay.observers.sync import sync_observers
 
 __all__ = [
     "FUSED_LAYER_NAMES",
     "ChannelRangeObserver",
+    "FourOverSixObserver",
     "HistogramObserver",
     "IMatrixMSEObserver",
     "MeasuringObserver",
@@ -38,6 +44,8 @@ __all__ = [
     "MinMaxObserver",
     "MinMaxTuple",
     "MovingAverageMSEObserver",
+    "NVFP4ExpandedIMatrixObserver",
+    "NVFP4ExpandedMSEObserver",
     "Observer",
     "QParamsDict",
     "StaticMinMaxObserver",

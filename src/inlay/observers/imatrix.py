@@ -12,13 +12,13 @@ from torch import distributed as dist
 from inlay.errors import StatisticsError
 from inlay.observers.base import Observer
 from inlay.observers.helpers import flatten_for_calibration
-from inlay.observers.kwargs import EXPAND, count, fraction, positive, switch
+from inlay.observers.kwargs import count, expansion, fraction, positive, switch
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.observers.mse import shrink_factors
 from inlay.ranges.parts import Parts
 from inlay.ranges.search import RangeSearch
 
-__all__ = ["IMatrixMSEObserver"]
+__all__ = ["IMatrixMSEObserver", "NVFP4ExpandedIMatrixObserver"]
 
 _PRECISION = torch.float32
 _STRATEGIES = (
@@ -46,7 +46,7 @@ class IMatrixMSEObserver(MeasuringObserver):
         count("patience", 5),
         positive("grid", 20),
         positive("norm", 3.0),
-        EXPAND,
+        expansion(),
         switch("strict", False),
     )
 
@@ -210,3 +210,17 @@ class IMatrixMSEObserver(MeasuringObserver):
                 "error",
                 stacklevel=2,
             )
+
+
+@Observer.register("nvfp4_expanded_imatrix")
+class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
+    """The search of `nvfp4_expanded_mse`, weighted as that of `imatrix_mse`."""
+
+    _kwargs = (
+        fraction("maxshrink", 1 - 0.8 / 1.8),
+        count("patience", 1000),
+        positive("grid", 200),
+        positive("norm", 2.4),
+        expansion(1.8),
+        switch("strict", False),
+    )

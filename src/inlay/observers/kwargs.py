@@ -9,9 +9,9 @@ from inlay.errors import ConfigurationError
 
 __all__ = [
     "AVERAGING_CONSTANT",
-    "EXPAND",
     "Kwarg",
     "count",
+    "expansion",
     "fraction",
     "one_of",
     "percent",
@@ -131,10 +131,14 @@ def switch(name: str, default: bool) -> Kwarg:
     )
 
 
+def expansion(default: float = 1.0) -> Kwarg:
+    """Declare the factor that widens the observed range before it is searched."""
+    return Kwarg(
+        name="expand",
+        default=default,
+        allowed="a finite number from 1",
+        accepts=lambda value: _is_number(value) and value >= 1,
+    )
+
+
 AVERAGING_CONSTANT = fraction("averaging_constant", 0.01, attribute="avg_constant")
-EXPAND = Kwarg(
-    name="expand",
-    default=1.0,
-    allowed="a finite number from 1",
-    accepts=lambda value: _is_number(value) and value >= 1,
-)
