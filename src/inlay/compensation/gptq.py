@@ -1,0 +1,107 @@
+"""GPTQ: round a weight column by column, and let later columns absorb the error of earlier ones."""
+
+from dataclasses import dataclass
+
+import torch
+
+from inlay.compensation.factor import Factors, factorize
+from inlay.compensation.grid import Grid
+
+__all__ = ["Compensated", "compensate", "output_errors"]
+
+# Columns rounded before their errors reach the columns after them in one product.
+_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compensated:
+    """Weights on their grid, with the output error before and after compensation.
+
+    Errors are tr(ΔW H ΔWᵀ): squared errors of the layer's output, summed as the Hessian is.
+
+    :param weights: of shape (batch, rows, columns)
+    :param before: of round-to-nearest, of shape (batch,)
+    :param after: of these weights, of shape (batch,); never larger
+    :param damping: the damping each layer needed, of shape (batch,)
+    :param failed: whether the Hessian of a layer cannot be factorized, of shape (batch,); such
+        weights are rounded to nearest
+    """
+
+    weights: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+    damping: torch.Tensor
+    failed: torch.Tensor
+
+
+@torch.no_grad()
+def compensate(
+    weights: torch.Tensor, hessians: torch.Tensor, grid: Grid, *, damping: float
+) -> Compensated:
+    """Round a batch of weights of one shape so that the errors of their outputs are small.
+
+    Columns are rounded in the order of falling input energy (static activation order); the grid
+    stays that of the original order. GPTQ is greedy and loses on some rows. Rows are independent,
+    so each keeps the better of GPTQ and round-to-nearest.
+
+    :param weights: of shape (batch, rows, columns)
+    :param hessians: sums of xᵀx over tokens, of shape (batch, columns, columns)
+    :param damping: added to the diagonal of a Hessian, relative to its mean
+    """
+    wide = weights.detach().to(torch.float32)
+    hessians = hessians.to(torch.float32)
+    order = torch.argsort(
+        torch.diagonal(hessians, dim1=-2, dim2=-1), dim=-1, descending=True, stable=True
+    )
+    reordered = torch.take_along_dim(hessians, order.unsqueeze(-1), -2)
+    reordered = torch.take_along_dim(reordered, order.unsqueeze(-2), -1)
+    factors = factorize(reordered, damping)
+    del reordered
+    columns = torch.take_along_dim(wide.transpose(1, 2), order.unsqueeze(-1), 1)
+    found = _solved(columns, factors, grid.reordered(order))
+    back = torch.argsort(order, dim=-1)
+    solved = torch.take_along_dim(found, back.unsqueeze(-1), 1).transpose(1, 2)
+    nearest = grid.rounded(wide.transpose(1, 2), slice(None)).transpose(1, 2)
+    before = output_errors(nearest - wide, hessians)
+    after = output_errors(solved - wide, hessians)
+    # A NaN never compares as better, so rows that went wrong are rounded to nearest too.
+    is_better = (after < before) & ~factors.failed.unsqueeze(-1)
+    return Compensated(
+        weights=torch.where(is_better.unsqueeze(-1), solved, nearest).to(weights.dtype),
+        before=before.sum(-1),
+        after=torch.where(is_better, after, before).sum(-1),
+        damping=factors.damping,
+        failed=factors.failed,
+    )
+
+
+def output_errors(difference: torch.Tensor, hessians: torch.Tensor) -> torch.Tensor:
+    """Return the squared error of each row's output, of shape (batch, rows).
+
+    :param difference: of weights, of shape (batch, rows, columns)
+    """
+    return (torch.bmm(difference, hessians) * difference).sum(-1)
+
+
+def _solved(columns: torch.Tensor, factors: Factors, grid: Grid) -> torch.Tensor:
+    """Round columns one by one, in the order they are in.
+
+    :param columns: of shape (batch, columns, rows), so that each column is contiguous; overwritten
+    """
+    count, upper = columns.shape[1], factors.upper
+    diagonal = torch.diagonal(upper, dim1=-2, dim2=-1)
+    result = torch.empty_like(columns)
+    for start in range(0, count, _BLOCK):
+        end = min(start + _BLOCK, count)
+        errors = torch.empty_like(columns[:, start:end])
+        for index in range(start, end):
+            value, place = columns[:, index], index - start
+            if place:  # the errors of this block so far, in one product
+                known = upper[:, start:index, index].unsqueeze(1)
+                value = value - torch.bmm(known, errors[:, :place]).squeeze(1)
+            rounded = grid.rounded(value, index)
+            result[:, index] = rounded
+            errors[:, place] = (value - rounded) / diagonal[:, index].unsqueeze(-1)
+        if end < count:
+            columns[:, end:] -= torch.bmm(upper[:, start:end, end:].transpose(1, 2), errors)
+    return result
