@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import batch, bert, llama
 from plain_llama import plain_llama
 from specification import Inputs, assert_same_qparams, expected_qparams
@@ -534,3 +535,27 @@ def test_a_calibration_keeps_its_model_and_lets_go_of_it() -> None:
     gc.collect()
     assert model() is None
     assert weight() is None
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.up(x))[None]
+        p = 0.1 if self.training else 0.0
+        return self.down(F.scaled_dot_product_attention(x, x, x, dropout_p=p))
+
+
+def test_dropout_that_is_active_while_values_are_observed_is_told_once() -> None:
+    model = Dropping()
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    calibration = Calibration(model, recipe, compiler="eager")
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=r"^drop, .*dropout is active"):
+            compiled(torch.randn(4, 8))
+        compiled(torch.randn(5, 8))  # a warning would be an error
+        calibration.observe(torch.randn(4, 8))  # runs in evaluation mode, so it need not warn
+        compiled(torch.randn(4, 8))

@@ -183,13 +183,18 @@ def test_insert_and_remove_give_back_the_graph(case: GraphCase) -> None:
 
 
 @laws
-@given(modules())
+@given(modules(training=True))
 def test_a_finalized_model_is_the_quantized_one(model: nn.Module) -> None:
+    """In whatever mode its modules are: it is observed in evaluation mode, which changes none."""
     torch._dynamo.reset()
+    modes = [module.training for module in model.modules()]
     calibration = Calibration(model, STATIC, compiler="eager")
     with torch.no_grad():
         calibration.observe(*example_inputs())
         qparams = calibration.finalize(accept=["unobserved"])
+        assert [module.training for module in model.modules()] == modes
+        model.eval()
+        assert_eager_statistics(calibration, model, [example_inputs()])
         found = torch.compile(model, backend=calibration.backend)(*example_inputs())
         assert torch.equal(found, quantized_copy(model, qparams, STATIC)(*example_inputs()))
 

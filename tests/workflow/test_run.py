@@ -7,8 +7,10 @@ import torch
 from families import batch, llama
 from plain_llama import plain_llama
 from specification import assert_equal_qparams
+from torch import nn
 
 from inlay import Calibration, Recipe, StoredStatistics, calibrate
+from inlay.checking import check_calibration
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 
@@ -188,3 +190,36 @@ def test_an_observer_that_cannot_leave_out_padding_is_refused_with_padding() -> 
         pytest.raises(StatisticsError, match="test_average_of_all cannot leave out"),
     ):
         calibrate(model, recipe, padded(model), compiler="eager")
+
+
+class Dropping(nn.Sequential):
+    """Two layers with dropout between them; it fails for 13 rows."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 13:
+            raise KeyError("13")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("training", [(), ("",), ("", "1"), ("1", "2")])
+def test_a_model_in_training_mode_is_calibrated_in_evaluation_mode(training) -> None:
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    batches = [(torch.randn(4, 8),) for _ in range(3)]
+    expected = calibrate(Dropping().eval(), recipe, batches, compiler="eager", held_out=1)
+    model = Dropping().eval()
+    for name in training:
+        model.get_submodule(name).training = True
+    modes = [module.training for module in model.modules()]
+    found = calibrate(model, recipe, batches, compiler="eager", held_out=1)
+    assert found.qparams["2.input"]["scale"] == expected.qparams["2.input"]["scale"]
+    x = torch.randn(4, 8)
+    assert torch.equal(found.quantized_module(x)(x), expected.quantized_module(x)(x))
+    check_calibration(model, recipe, batches)
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(Exception, match="13"):
+        calibrate(model, recipe, [(torch.randn(13, 8),)], compiler="eager", held_out=0)
+    assert [module.training for module in model.modules()] == modes

@@ -1,5 +1,6 @@
 """The backend that `torch.compile` calls with every graph of a model."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.compiled_graph import CompiledGraph, compile_regions
+from inlay.calibration.explain import dropout_in
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.tiers import CompileCosts, Forecast, Tier
 from inlay.errors import GraphError
@@ -61,6 +63,7 @@ class Backend:
         self.arrange: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
         self.on_trace: Callable[[], None] | None = None  # called before a new graph runs
         self.is_rehearsing = False  # whether blocks are traced and prepared, and do not run
+        self._warned = False
         self.__name__ = "inlay"
 
     def _forget(self, _: object) -> None:
@@ -109,9 +112,23 @@ class Backend:
         return self._take(CompiledGraph(self, gm, is_region=True), example_inputs)
 
     def _take(self, graph: CompiledGraph, example_inputs: Sequence[Any]) -> CompiledGraph:
+        self._warn_of_dropout(graph.gm)
         graph.bind(example_inputs)  # compile now, while Dynamo is compiling
         self.graphs += [graph, *graph.regions]
         return graph
+
+    def _warn_of_dropout(self, gm: GraphModule) -> None:
+        """Warn once if values are observed while dropout is active: it scales up what it keeps."""
+        found = [] if self._warned or self.bindings.statistics.is_final else dropout_in(gm)
+        if found:
+            self._warned = True
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            warnings.warn(
+                f"{', '.join(found[:3])}{more}: dropout is active while values are observed, so "
+                "ranges include activations that it scaled up. Call model.eval() before "
+                "calibrating, unless the quantized model is to run in training mode",
+                stacklevel=2,
+            )
 
     def start_again(self, before: Mapping[str, Statistics]) -> None:
         """Forget all graphs, and what was observed since the statistics were these."""

@@ -16,7 +16,7 @@ from inlay.calibration.bindings import Bindings
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.explain import explain, padding_problem
 from inlay.calibration.pipelines import Pipelines
-from inlay.calibration.running import Rerun, run_apart, run_for_statistics, running
+from inlay.calibration.running import Rerun, evaluating, run_apart, run_for_statistics, running
 from inlay.calibration.tiers import Forecast, Tier
 from inlay.calibration.tracing import by_name, without_cache
 from inlay.calibration.weights import Weights
@@ -114,7 +114,7 @@ class Calibration:
     def stored(self, *, model: str = "", data: str = "") -> StoredStatistics:
         """The statistics gathered so far, to be kept on disk.
 
-        Over ranks, they are those of this rank, and once it is finalized those of all.
+        They are those of this rank, and once the calibration is finalized those of all ranks.
         """
         settled = self.equalization.settled()
         return StoredStatistics(
@@ -140,7 +140,7 @@ class Calibration:
         return self.statistics.qparams
 
     def observe(self, *args: Any, **kwargs: Any) -> None:
-        """Run a batch for its statistics alone: what nothing observed depends on is left out."""
+        """Run a batch in evaluation mode, for its statistics alone; skip what they do not need."""
         if self.statistics.is_final:
             raise ConfigurationError(
                 "the calibration is finalized; make a new one to observe more batches"
@@ -153,7 +153,7 @@ class Calibration:
         if self._graphs_run is None:
             self._graphs_run = run_for_statistics(self.model, self._observing, self._parts)
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
-        with running():
+        with running(self.model):
             return self._graphs_run(*args, **given)
 
     @property
@@ -239,10 +239,9 @@ class Calibration:
         return [*self._backend.graphs, *self._observing.graphs, *self._parts.graphs]
 
     def run_in_stages(self, arrange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let somebody else run the blocks of the model: for batches to be taken block by block.
+        """Run the model block by block under an external driver, as streaming does.
 
-        From then on, `observe` traces a batch if need be, and calls what `arrange` made of the
-        graph around the blocks. Nothing else of the batch runs.
+        From then on, `observe` traces a batch if needed and calls what `arrange` returned.
 
         :param arrange: takes the graph around the blocks, whose calls of blocks are nodes
         :raises ConfigurationError: if the model has no blocks
@@ -338,11 +337,12 @@ class Calibration:
     def quantized_module(self, *args: Any, **kwargs: Any) -> GraphModule:
         """The finalized model as a module of its own, with scales and weights as constants.
 
-        It is traced with these inputs by `torch.export`, which also takes the result.
+        `torch.export` traces it with these inputs, in evaluation mode, and also takes the result.
         """
         if self.statistics.qparams is None:
             raise ConfigurationError("finalize the calibration before asking for the result")
-        gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
+        with evaluating(self.model):
+            gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
         assert isinstance(gm, GraphModule)
         equalized = self.equalization.parameters
         quantizing = self._backend.pipelines.quantizing(self.statistics.qparams, equalized)

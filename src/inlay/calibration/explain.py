@@ -1,16 +1,27 @@
 """Say in words what is observed, and print graphs so that a person can read them."""
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+
 from inlay.calibration.compiled_graph import CompiledGraph
-from inlay.graph import EnclosedSlot, enclosed_slots, format_graph, inputs_of, tensor_of
+from inlay.graph import (
+    EnclosedSlot,
+    enclosed_slots,
+    format_graph,
+    inputs_of,
+    module_path,
+    tensor_of,
+)
 from inlay.nodes.observe import Observe
 from inlay.recipe import Plan, Slot
 from inlay.recipe.describe import format_in_words
 from inlay.statistics.by_slot import StatisticsBySlot
 
-__all__ = ["explain", "padding_problem"]
+__all__ = ["dropout_in", "explain", "padding_problem"]
 
 
 def explain(
@@ -71,6 +82,36 @@ def padding_problem(graphs: Iterable[CompiledGraph]) -> str | None:
     if nodes and not any("mask" in node.kwargs for node in nodes):
         return "and the model reads no attention_mask that would tell it from data"
     return None
+
+
+def dropout_in(gm: GraphModule) -> list[str]:
+    """Return where a traced graph drops values at random: the modules, or the functions."""
+    found = (_dropping(node) for node in gm.graph.nodes if node.op == "call_function")
+    return list(dict.fromkeys(name for name in found if name is not None))
+
+
+def _dropping(node: Node) -> str | None:
+    assert isinstance(node.target, Callable)  # type: ignore[arg-type]
+    if node.target is F.scaled_dot_product_attention:
+        probability = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    elif node.target in _DROPOUT:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        given.apply_defaults()
+        probability = given.arguments["p"] if given.arguments["training"] else 0.0
+    else:
+        return None
+    name = getattr(node.target, "__name__", str(node.target))
+    return (module_path(node) or name) if probability else None
+
+
+_DROPOUT = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+)
 
 
 def _observing(graph: CompiledGraph) -> Iterator[Any]:

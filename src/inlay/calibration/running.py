@@ -25,15 +25,33 @@ from inlay.memory import collecting_garbage_later, keeping_freed_memory
 from inlay.recipe import Plan
 from inlay.torch_private import compiled_in_place, has_hooks, observing_dynamo
 
-__all__ = ["Rerun", "run_apart", "run_for_statistics", "running"]
+__all__ = ["Rerun", "evaluating", "run_apart", "run_for_statistics", "running"]
 
 _LOGITS = "logits_to_keep"  # argument of language models of transformers: for how many tokens
 
 
 @contextmanager
-def running() -> Iterator[None]:
-    """What graphs of a calibration run in, whoever calls them."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules of a model in evaluation mode, then restore the mode of each.
+
+    This sets the flags alone. A model's own `train` and `eval` may do more, such as merging the
+    weights of adapters, which restoring the flags would not undo.
+    """
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def running(model: nn.Module) -> Iterator[None]:
+    """Run the graphs of a calibration: without gradients, and with the model in evaluation mode."""
     with (
+        evaluating(model),
         torch.no_grad(),
         observing_dynamo(),
         keeping_freed_memory(),
@@ -147,6 +165,10 @@ class Rerun:
     backends: Sequence[Backend]
     bindings: Bindings
     pipelines: Pipelines
+
+    def plain(self, batch: Any) -> Any:
+        """The outputs of the plain model, from the graphs that observed it."""
+        return self._outputs(batch, replace(self.pipelines, plain=True))
 
     def quantized(self, batch: Any) -> Any:
         """The outputs of the quantized model."""

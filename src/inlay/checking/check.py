@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationType
 from torch import nn
 
 from inlay.calibration import Calibration
+from inlay.calibration.running import evaluating
 from inlay.checking.agreement import (
     CLOSE,
     call,
@@ -57,12 +58,21 @@ def check_calibration(
     equalizes, a copy of the model with scaled parameters has to compute what the model does, and
     what was observed or derived of equalized inputs is held against hooks on the copy.
 
+    The model runs in evaluation mode. Afterwards each module has its own mode again.
+
     :param batches: keyword arguments of the model by name, or positional ones
     :param compiler: the backend of `torch.compile` to check; one that rounds needs a tolerance
     :param tolerance: how far statistics may differ, relatively; by default not at all, but by
         rounding for experts, which a graph multiplies together
     :raises CheckError: if anything differs, or a slot that hooks see is missed by the graph
     """
+    with evaluating(model):
+        return _check(model, recipe, batches, compiler, tolerance)
+
+
+def _check(
+    model: nn.Module, recipe: Recipe, batches: Sequence[Any], compiler: str, tolerance: float
+) -> CheckedCalibration:
     make = partial(Calibration, model, recipe, compiler=compiler, progress=False)
     calibration = make(count_padding=True)
     torch.compiler.reset()

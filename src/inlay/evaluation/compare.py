@@ -1,8 +1,7 @@
 """Comparing a model with its quantized self, on data that calibration has not seen."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from inlay.calibration import Calibration
+from inlay.calibration.running import evaluating
 from inlay.calibration.tracing import without_cache
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError
@@ -62,7 +62,7 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
     """
     _require_finalized(model, calibration)
     batches = prepared(model, batches)
-    with _evaluating(model), calibration.rerun() as rerun:
+    with evaluating(model), calibration.rerun() as rerun:
         outputs = Outputs(model)
         shown = watched(batches, "comparing", show=calibration.show_progress)
         for index, batch in enumerate(shown):
@@ -97,18 +97,6 @@ def _require_finalized(model: nn.Module, calibration: Calibration) -> None:
                 f"the weight of {slot.module} is not the one that was calibrated; compare the same "
                 "model object that the calibration was made with"
             )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn off dropout and the like, and restore the mode of each module afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _plain(model: nn.Module, batch: Batch) -> Any:

@@ -120,6 +120,13 @@ def _written_through_a_view(self: Any, x: torch.Tensor, y: torch.Tensor, number:
 
 
 @_step
+def _dropout(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    """Random in training mode, in a module and in a function."""
+    x = F.dropout(self.dropout(x), 0.5, self.training)
+    return self.layers[number](x)
+
+
+@_step
 def _unused(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
     self.layers[number](x * 3).relu()
     return x
@@ -158,9 +165,12 @@ class _Product(nn.Linear):
 
 
 class GeneratedModule(nn.Module):
-    """A model put together from steps, each by its name in `STEPS` and a number from 0 to 2."""
+    """A model put together from steps, each by its name in `STEPS` and a number from 0 to 2.
 
-    def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
+    :param training: modules in training mode: "" for the model itself, "dropout" for its dropout
+    """
+
+    def __init__(self, steps: Sequence[tuple[str, int]], training: Sequence[str] = ()) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
@@ -178,8 +188,12 @@ class GeneratedModule(nn.Module):
             self.embed = nn.Embedding(8, _WIDTH)
         if "convolution" in names:
             self.conv = nn.Conv1d(_WIDTH, _WIDTH, 1)
+        self.dropout = nn.Dropout(0.5)
         self.requires_grad_(False)
         self.steps = tuple(steps)
+        self.eval()
+        for name in training:
+            self.get_submodule(name).training = True
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         for name, number in self.steps:
@@ -187,13 +201,25 @@ class GeneratedModule(nn.Module):
         return x
 
     def __repr__(self) -> str:
-        return f"GeneratedModule({list(self.steps)!r})"
+        training = [name for name in _MODES[-1] if self.get_submodule(name).training]
+        more = f", {training!r}" if training else ""
+        return f"GeneratedModule({list(self.steps)!r}{more})"
 
 
-def modules(steps: Sequence[str] = tuple(STEPS)) -> st.SearchStrategy[GeneratedModule]:
-    """Small models of one to six steps; call them with `example_inputs()`."""
+_MODES: tuple[tuple[str, ...], ...] = ((), ("dropout",), ("",), ("", "dropout"))
+
+
+def modules(
+    steps: Sequence[str] = tuple(STEPS), *, training: bool = False
+) -> st.SearchStrategy[GeneratedModule]:
+    """Small models of one to six steps; call them with `example_inputs()`.
+
+    :param training: draw modules in training mode too, in which dropout is random
+    """
     step = st.tuples(st.sampled_from(steps), st.integers(0, 2))
-    return st.lists(step, min_size=1, max_size=6).map(GeneratedModule)
+    drawn = st.lists(step, min_size=1, max_size=6)
+    modes = st.sampled_from(_MODES) if training else st.just(())
+    return st.builds(GeneratedModule, drawn, modes)
 
 
 def example_inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
