@@ -4,7 +4,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from graphs import Functional, linear, observed
-from hypothesis import given
+from hypothesis import example, given
 from profiles import count, examples
 from specification import assert_eager_statistics, quantized_copy
 from torch import nn
@@ -33,7 +33,7 @@ from inlay.passes import (
 from inlay.recipe import Plan
 from inlay.testing import Check, PassSubject, checks_of, parametrize_with_checks
 from inlay.testing.graphs import STATIC, GraphCase, graphs, qparams_of, trace
-from inlay.testing.modules import example_inputs, modules
+from inlay.testing.modules import GeneratedModule, example_inputs, modules
 
 pytestmark = pytest.mark.slow
 
@@ -183,6 +183,7 @@ def test_insert_and_remove_give_back_the_graph(case: GraphCase) -> None:
 
 
 @laws
+@example(GeneratedModule([("dropout", 0)], training=["", "dropout"]))
 @given(modules(training=True))
 def test_a_finalized_model_is_the_quantized_one(model: nn.Module) -> None:
     """In whatever mode its modules are: it is observed in evaluation mode, which changes none."""
