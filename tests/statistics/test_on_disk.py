@@ -1,6 +1,7 @@
 """Statistics on disk: kept, taken up again, merged, asked anew."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from specification import assert_equal_qparams
 from inlay import Calibration, Recipe
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.statistics.on_disk import StoredStatistics
+from inlay.workflow.run import requantize
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +78,42 @@ def test_merged_runs_are_one_run(observer: str, tmp_path: Path) -> None:
     calibration = Calibration.from_statistics(model, how, StoredStatistics.load(tmp_path))
     assert_equal_qparams(calibration.finalize(), observed(model, how).finalize())
     assert merged.slots[DOWN].seen == 3
+
+
+def test_runs_of_other_models_and_recipes_are_not_merged() -> None:
+    model, other = plain_llama(num_hidden_layers=1), plain_llama(num_hidden_layers=1)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.mul_(2)
+    stored = observed(model, recipe(), [0]).stored(model="one")
+    wider = Recipe.from_preset("W8A8_STATIC", ignore=[], inputs={"observer": "static_minmax"})
+    for unlike, match in (
+        (observed(other, recipe(), [0]).stored(), r"weights in .*up_proj\.weight; merge"),
+        (observed(model, wider, [0]).stored(), r"different ignore"),
+        (replace(stored, recipe={**stored.recipe, "experts": "all"}), "experts: routed and all"),
+    ):
+        with pytest.raises(StatisticsError, match=match):
+            stored.merge(unlike)
+    with (
+        pytest.warns(UserWarning, match="that they are of one model was not checked"),
+        pytest.raises(StatisticsError, match="different models, one and two"),
+    ):
+        stored.merge(replace(stored, model="two", weights={}))
+    # An observer that one of the runs left open is compared where it observed.
+    left_open = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"])
+    assert stored.merge(replace(stored, recipe=left_open.fields)).weights == stored.weights
+
+
+def test_statistics_of_other_weights_are_used_only_if_told_to() -> None:
+    model, other = plain_llama(num_hidden_layers=1), plain_llama(num_hidden_layers=1)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.mul_(2)
+    stored = observed(model, recipe(), [0]).stored()
+    with pytest.raises(StatisticsError, match=r"other weights: .*up_proj\.weight differ") as raised:
+        requantize(other, recipe(), stored)
+    assert "--accept other_weights" in str(raised.value)
+    assert requantize(other, recipe(), stored, accept={"other_weights"}).qparams
+    with pytest.warns(UserWarning, match="that they are of this model was not checked"):
+        assert requantize(other, recipe(), replace(stored, weights={})).qparams
 
 
 def test_an_average_is_weighed_by_what_was_seen() -> None:

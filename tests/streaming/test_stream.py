@@ -249,6 +249,13 @@ def test_only_the_same_run_is_resumed(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"000001\.safetensors.*was changed"):
         stream(folder, STATIC, batches(3), resume=True, **options)
     values.write_bytes(kept)
+    weights = (folder / "model.safetensors").read_bytes()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"] *= 0.1  # no header shows it
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"weights \(model\.layers\.2\.mlp\.up_proj\.w"):
+        stream(folder, STATIC, batches(3), resume=True, **options)
+    (folder / "model.safetensors").write_bytes(weights)
     stream(folder, STATIC, batches(3), resume=True, **options)
     assert_same_folder(options["out"], in_memory(folder, STATIC, batches(3), held_out=0))
 

@@ -62,6 +62,7 @@ def assert_same_statistics(one: Path, other: Path) -> None:
     assert found.data_seen == expected.data_seen
     assert (found.groups, found.strengths) == (expected.groups, expected.strengths)
     assert found.is_second_run == expected.is_second_run
+    assert found.weights == expected.weights != {}
     assert found.scales.keys() == expected.scales.keys()
     for name, scales in expected.scales.items():
         assert torch.equal(found.scales[name], scales), name

@@ -1,5 +1,6 @@
 """Calibrating a model on data, from beginning to end."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,13 @@ def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
         run(model, iter(data[:2]), statistics=tmp_path, resume=True)
     with pytest.raises(ConfigurationError, match="holds the statistics of an earlier run"):
         run(model, iter(data), statistics=tmp_path)
+    refused = {"statistics": tmp_path, "resume": True, "accept": {"other_weights"}}
+    with pytest.raises(ConfigurationError, match=r"other weights.*float64 instead of float32"):
+        run(copy.deepcopy(model).double(), iter(data), **refused)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(0.1)
+    with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.up_proj\.weight differ\."):
+        run(model, iter(data), **refused)
 
 
 def test_fingerprints_are_taken_only_where_statistics_are_kept(

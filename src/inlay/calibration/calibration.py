@@ -23,6 +23,7 @@ from inlay.calibration.weights import Weights
 from inlay.collectives import from_all_ranks
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
+from inlay.fingerprints import fingerprints, weights_in
 from inlay.graph import Pass
 from inlay.memory import return_freed_memory
 from inlay.observers import QParamsDict
@@ -35,6 +36,7 @@ from inlay.statistics.finalize import finalize
 from inlay.statistics.on_disk import (
     StoredStatistics,
     require_same_tokens,
+    require_same_weights,
     with_gathering_observers,
 )
 
@@ -88,34 +90,36 @@ class Calibration:
 
     @classmethod
     def from_statistics(
-        cls, model: nn.Module, recipe: Recipe, stored: StoredStatistics, **options: Any
+        cls,
+        model: nn.Module,
+        recipe: Recipe,
+        stored: StoredStatistics,
+        *,
+        accept: Collection[str] = (),
+        **options: Any,
     ) -> "Calibration":
-        """A calibration that starts from stored statistics, as far as they carry the recipe.
+        """Start from stored statistics. Finalize them as they are, or observe more batches before.
 
-        Where the recipe names no observer, the one that gathered the statistics stays. The
-        calibration can be finalized as it is, or observe more batches before.
+        Where the recipe names no observer, the one that gathered the statistics stays.
+
+        :param accept: `other_weights` accepts statistics of a model with other weights
         """
         calibration = cls(model, with_gathering_observers(recipe, stored.slots), **options)
         require_same_tokens(calibration.plan, stored)
         calibration.statistics.restore(stored.slots)
+        require_same_weights(model, stored, accept)
         calibration.equalization.restore(stored, model)
         calibration.statistics.is_second_run = calibration.equalization.is_settled
         calibration.data_seen = stored.data_seen
         return calibration
 
     def forget_data(self) -> None:
-        """Let others of the group answer for the statistics that this calibration started from.
-
-        For statistics that all ranks have: merged as those of each, they would count many times.
-        """
+        """Drop restored statistics on this rank, so that they are merged only once."""
         self.statistics.forget_stored()
         self.data_seen = DataSeen()
 
     def stored(self, *, model: str = "", data: str = "") -> StoredStatistics:
-        """The statistics gathered so far, to be kept on disk.
-
-        They are those of this rank, and once the calibration is finalized those of all ranks.
-        """
+        """Return the statistics so far: those of this rank, and once finalized those of all."""
         settled = self.equalization.settled()
         return StoredStatistics(
             recipe=self.recipe.fields,
@@ -127,6 +131,7 @@ class Calibration:
             is_second_run=self.statistics.is_second_run,
             scales={name: scales.values for name, scales in settled.items()},
             strengths={name: scales.strength for name, scales in settled.items()},
+            weights=fingerprints(weights_in(self.model)),
         )
 
     @property
@@ -158,10 +163,7 @@ class Calibration:
 
     @property
     def needs_second_run(self) -> bool:
-        """Whether `equalize` has to be called after a first run over the data, and a second made.
-
-        It has to if the recipe equalizes inputs whose observers have to see them scaled.
-        """
+        """Whether `equalize` and a second run over the data must come before `finalize`."""
         return self.plan.needs_second_run and not self.statistics.is_second_run
 
     def equalize(self) -> None:
@@ -184,10 +186,7 @@ class Calibration:
 
     @contextmanager
     def observing_equalized(self) -> Iterator[None]:
-        """Observe equalized inputs alone meanwhile, with scales that are chosen for good.
-
-        For batches that run in stages: a stage is equalized once all have run through it.
-        """
+        """Observe only equalized inputs while this is entered, for batches that run in stages."""
         self.statistics.is_second_run = True
         try:
             yield
@@ -273,7 +272,7 @@ class Calibration:
         return model
 
     def borrow_model(self) -> None:
-        """Stop keeping the model alive. For an owner of the model who keeps the calibration too."""
+        """Stop keeping the model alive."""
         self._model = weakref.ref(self.model)
 
     def finalize(self, *, accept: Collection[str] = ()) -> dict[str, QParamsDict]:

@@ -20,6 +20,7 @@ from inlay.checkpoint.loading import (
 from inlay.checkpoint.source import Source
 from inlay.checkpoint.weight_files import WeightFiles
 from inlay.errors import CheckpointError
+from inlay.fingerprints import fingerprints, weights_in
 
 __all__ = ["StoredModel"]
 
@@ -106,6 +107,19 @@ class StoredModel:
         for name in names:
             _empty(self._parameters[name])
             self.loaded.discard(name)
+
+    def fingerprints(self, names: Collection[str]) -> dict[str, str]:
+        """Return fingerprints of loaded parameters, under all names that they have."""
+        wanted = {id(self._parameters[name]) for name in names if name in self.loaded}
+        return fingerprints(
+            (name, tensor) for name, tensor in weights_in(self.model) if id(tensor) in wanted
+        )
+
+    def fingerprints_of_buffers(self) -> dict[str, str]:
+        """Return fingerprints of the persistent buffers, which are always in memory."""
+        return fingerprints(
+            (name, tensor) for name, tensor in weights_in(self.model) if name not in self._names
+        )
 
     @contextlib.contextmanager
     def pretended(self, names: Collection[str]) -> Iterator[None]:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from inlay.errors import CheckpointError, ConfigurationError
+from inlay.fingerprints import fingerprints
 
 __all__ = ["StoredTensor", "WeightFiles"]
 
@@ -76,6 +77,11 @@ class WeightFiles:
                 header = opened.read(length)
             found.update(f"{file.name} {file.stat().st_size};".encode() + header)
         return found.hexdigest()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return fingerprints of all stored tensors; read no more than a sample of each."""
+        with self.reading() as read:
+            return fingerprints((name, read(name)) for name in self.tensors)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[str], torch.Tensor]]:

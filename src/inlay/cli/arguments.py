@@ -82,6 +82,7 @@ class Accepted(str, Enum):
     NOT_FINITE = "not_finite"
     FEW_TOKENS = "few_tokens"
     UNFUSED = "unfused"
+    OTHER_WEIGHTS = "other_weights"
 
 
 def file_option(name: str, *, help: str, panel: str) -> Any:

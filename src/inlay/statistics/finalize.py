@@ -13,6 +13,7 @@ from inlay.recipe import Plan, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.coverage import fill_experts, require_coverage
 from inlay.statistics.expert_weights import observe_expert_weights
+from inlay.statistics.on_disk import OTHER_WEIGHTS
 
 __all__ = ["ACCEPTABLE", "finalize", "known_words", "qparams_of"]
 
@@ -22,6 +23,7 @@ ACCEPTABLE = {
     "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
     "few_tokens": "experts that saw few tokens are quantized by these",
     "unfused": "layers that are served as one keep global scales of their own",
+    OTHER_WEIGHTS: "stored statistics of a model with other weights are used",
 }
 
 # Searching a histogram of 2 ** 16 bins takes about as long as a weight of 2 ** 22 elements.

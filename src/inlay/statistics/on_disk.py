@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed import ReduceOp
 
 from inlay._version import __version__
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.files import new_file, write_atomically
+from inlay.fingerprints import difference, fingerprints, weights_in
 from inlay.observers import Observer
 from inlay.ranges.args import key_of
 from inlay.recipe import Plan, Recipe, Slot, make_observer
@@ -26,9 +29,11 @@ from inlay.statistics.value import Statistics, merge
 __all__ = [
     "FILE_NAME",
     "FOLDER_NAME",
+    "OTHER_WEIGHTS",
     "StoredStatistics",
     "problem_with",
     "require_same_tokens",
+    "require_same_weights",
     "with_gathering_observers",
 ]
 
@@ -38,6 +43,8 @@ _VERSION = 3
 _READABLE = (2, 3)
 _METADATA = "inlay"
 _SCALES = "equalized/"  # before the name of a group
+OTHER_WEIGHTS = "other_weights"  # what a user accepts to use statistics of another model
+_USUAL = {"equalize": None, "experts": "routed"}  # fields that a recipe has only if they are set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,7 @@ class StoredStatistics:
     :param is_second_run: whether inputs were observed with their channels scaled
     :param scales: by group, if so
     :param strengths: that the scales come from, by group
+    :param weights: fingerprints of the model's tensors; empty in files of older versions
     """
 
     recipe: Mapping[str, Any]
@@ -61,6 +69,7 @@ class StoredStatistics:
     is_second_run: bool = False
     scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
     strengths: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def save(self, folder: str | Path, *, file_name: str = FILE_NAME) -> Path:
         """Write `statistics.safetensors` and, for people, `statistics.json`.
@@ -100,6 +109,7 @@ class StoredStatistics:
             "groups": list(self.groups),
             "is_second_run": self.is_second_run,
             "strengths": dict(self.strengths),
+            "weights": dict(sorted(self.weights.items())),
             "slots": described,
         }
         text = json.dumps(content, indent=1)
@@ -143,6 +153,7 @@ class StoredStatistics:
                 if key.startswith(_SCALES)
             },
             strengths=content.get("strengths", {}),
+            weights=content.get("weights", {}),
         )
 
     @staticmethod
@@ -151,10 +162,19 @@ class StoredStatistics:
         with _opened(file) as (content, _):
             return DataSeen.from_plain(content["data_seen"])
 
+    @staticmethod
+    def weights_in(file: Path) -> dict[str, str]:
+        """Read only the fingerprints of weights in a file."""
+        with _opened(file) as (content, _):
+            return dict(content.get("weights", {}))
+
     def merge(self, *others: "StoredStatistics") -> "StoredStatistics":
-        """The statistics of several runs as those of one, merged as the ranks of one run are."""
+        """Merge the statistics of several runs, as those of the ranks of one run are merged.
+
+        :raises StatisticsError: if the runs had another model or recipe, or slots do not merge
+        """
         runs = [self, *others]
-        problems = []
+        problems = [problem for other in others for problem in self._unlike(other)]
         merged = {}
         for name in dict.fromkeys(name for run in runs for name in run.slots):
             parts = [run.slots[name] for run in runs if name in run.slots]
@@ -179,7 +199,23 @@ class StoredStatistics:
             groups=tuple(groups.values()),
             data=" and ".join(dict.fromkeys(run.data for run in runs if run.data)),
             data_seen=replace(DataSeen.of_all(run.data_seen for run in runs), fingerprints={}),
+            weights=self.weights if all(run.weights for run in runs) else {},
         )
+
+    def _unlike(self, other: "StoredStatistics") -> Iterator[str]:
+        """Yield in what the model and the recipe of another run are different."""
+        if not (self.weights and other.weights):
+            _warn_unchecked("one model")
+            if self.model != other.model:
+                yield f"they are of different models, {self.model} and {other.model}"
+        elif (unlike := difference(self.weights, other.weights)) is not None:
+            yield f"the models had different weights in {unlike}; merge runs of one model"
+        mine, theirs = _compared_fields(self.recipe), _compared_fields(other.recipe)
+        for key in sorted(mine.keys() | theirs.keys()):
+            one, two = mine.get(key, _USUAL.get(key)), theirs.get(key, _USUAL.get(key))
+            if one != two:
+                values = "" if isinstance(one or two, (dict, list)) else f": {one} and {two}"
+                yield f"the recipes have different {key}{values}; merge runs with one recipe"
 
 
 def _are_equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
@@ -203,6 +239,56 @@ def _opened(file: Path) -> Iterator[tuple[dict[str, Any], Any]]:
             yield content, opened
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"cannot read the statistics {file}: {error}") from error
+
+
+def _compared_fields(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a recipe that runs must agree on to be merged.
+
+    Merging compares the observers of each slot; a recipe may leave their choice open.
+    """
+    return {
+        key: _without_observers(value)
+        for key, value in recipe.items()
+        if key in ("config_groups", "ignore", "kv_cache_scheme", *_USUAL) and value is not None
+    }
+
+
+def _without_observers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        kept = {
+            key: each for key, each in value.items() if not key.startswith(("observer", "format"))
+        }
+        return {key: _without_observers(each) for key, each in kept.items()}
+    return value
+
+
+def _warn_unchecked(what: str) -> None:
+    warnings.warn(
+        f"an older Inlay wrote these statistics, without fingerprints of weights; that they are of "
+        f"{what} was not checked",
+        stacklevel=3,
+    )
+
+
+def require_same_weights(
+    model: nn.Module, stored: StoredStatistics, accept: Collection[str] = ()
+) -> None:
+    """Refuse statistics that were gathered with other weights than those of the model.
+
+    :param accept: problems to accept; `other_weights` is this one
+    """
+    if OTHER_WEIGHTS in accept:
+        return
+    if not stored.weights:
+        _warn_unchecked("this model")
+        return
+    unlike = difference(stored.weights, fingerprints(weights_in(model)))
+    if unlike is not None:
+        raise StatisticsError(
+            f"the statistics were gathered with other weights: {unlike} differ. Give the model "
+            "that they were gathered from, loaded in the same dtype, or calibrate this one. To use "
+            f'them all the same, pass accept={{"{OTHER_WEIGHTS}"}} (--accept {OTHER_WEIGHTS})'
+        )
 
 
 def problem_with(stored: Statistics, slot: Slot) -> str | None:

@@ -14,13 +14,14 @@ from inlay.checkpoint.shared_shard import digest_of
 from inlay.collectives import from_all_ranks
 from inlay.errors import CheckpointError, ConfigurationError
 from inlay.files import partial_name, remove_partial_files, require_writable, write_atomically
+from inlay.fingerprints import difference
 from inlay.ranks.division import Part
 from inlay.ranks.identity import is_first
 
 __all__ = ["Journal", "Written", "work_folder"]
 
 _FILE = "journal.json"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +107,10 @@ class Journal:
         known = content["identity"]
         unlike = [key for key in self.identity if known.get(key) != self.identity[key]]
         if unlike:
+            weights = difference(known["weights"], self.identity["weights"])
+            named = [f"weights ({weights})" if each == "weights" else each for each in unlike]
             raise ConfigurationError(
-                f"{self.folder} was made with another {', '.join(unlike)}; resume with the same "
+                f"{self.folder} was made with another {', '.join(named)}; resume with the same "
                 "model, recipe, data and settings, or remove the folder to start anew"
             )
         for each in content["written"]:

@@ -12,6 +12,7 @@ from inlay.collectives import from_all_ranks
 from inlay.data.batch import digest
 from inlay.data.tokenize import read_rows
 from inlay.files import require_room
+from inlay.ranks.identity import is_first
 from inlay.ranks.together import together
 from inlay.recipe import Recipe
 from inlay.run_record import Record, Stages
@@ -128,6 +129,7 @@ def stream(
         worker.prepare()
         identity = {
             "model": f"{stored.files.identity()} {stored.model.dtype}",
+            "weights": stored.files.fingerprints() if is_first() else {},
             "recipe": recipe.fields,
             "data": _digests(own),
             "compiler": compiler,

@@ -24,7 +24,7 @@ from inlay.recipe import Plan, recipe_text
 from inlay.report.data import LayerError, SlotRecord
 from inlay.report.plain import from_plain, to_plain
 from inlay.statistics.finalize import known_words, qparams_of
-from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
+from inlay.statistics.on_disk import FILE_NAME, FOLDER_NAME, StoredStatistics
 from inlay.statistics.value import Statistics
 from inlay.streaming.activations import Activations
 from inlay.streaming.comparison import StreamedComparison
@@ -214,6 +214,7 @@ class Worker:
         StoredStatistics(
             recipe=run.recipe.fields,
             slots=statistics,
+            weights=self._stored.fingerprints(self._regions[number].writes),
             **run.equalization.decided(self._equalization.decided_in(number, plan)),
         ).save(folder)
         parts = [part for part in shown if part is not None]
@@ -301,13 +302,21 @@ class Worker:
         run.statistics.accepted = frozenset(self._settings.accept)
         with run.stages(_WRITING):
             size = self._parts.finish(qparams, run.tokenizer)
-            run.stored(model=run.record.model, data=run.data).save(folder / FOLDER_NAME)
+            stored = run.stored(model=run.record.model, data=run.data)
+            replace(stored, weights=self._weights(journal)).save(folder / FOLDER_NAME)
             text = recipe_text(run.recipe)
             write_atomically(folder / "recipe.yaml", text)
         if self._settings.report:
             self._report(journal, (size_of_model(run.model), size), memory)
         move_into_place(folder, out, overwrite=overwrite)
         journal.remove()
+
+    def _weights(self, journal: Journal) -> dict[str, str]:
+        """Collect the fingerprints of weights: regions have kept those that they have written."""
+        found = self._stored.fingerprints_of_buffers()
+        for number in range(len(self._regions)):
+            found |= StoredStatistics.weights_in(journal.region_folder(number) / FILE_NAME)
+        return found
 
     @staticmethod
     def _shown(journal: Journal, number: int) -> "_Shown":

@@ -12,11 +12,12 @@ from inlay.data.batch import digest
 from inlay.data.sources import Batches
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.files import require_writable
+from inlay.fingerprints import difference, fingerprints, weights_in
 from inlay.ranks.identity import is_first
 from inlay.ranks.together import meet
 from inlay.recipe import Recipe
 from inlay.statistics.data_seen import DataSeen
-from inlay.statistics.on_disk import FILE_NAME
+from inlay.statistics.on_disk import FILE_NAME, StoredStatistics
 from inlay.statistics.rank_files import KeptFiles, file_name, kept_files, remove_files
 from inlay.workflow.calibration_run import Run
 
@@ -71,6 +72,7 @@ class Keeper:
                 raise ConfigurationError(
                     f"{self.folder} was calibrated with another recipe; resume with the same one"
                 )
+            self._require_same_weights(model, stored)
             resumed = Run.from_statistics(model, recipe, stored, **options)
             assert isinstance(resumed, Run)
             run = resumed
@@ -79,6 +81,16 @@ class Keeper:
             run.data_seen = replace(run.data_seen, fingerprints={})
         self._take_over(kept, run)
         return run
+
+    def _require_same_weights(self, model: nn.Module, stored: StoredStatistics) -> None:
+        """Refuse to mix the statistics of two models. There is no use in accepting that."""
+        unlike = difference(stored.weights, fingerprints(weights_in(model)), same_dtypes=True)
+        if stored.weights and unlike is not None:
+            raise ConfigurationError(
+                f"{self.folder} holds statistics of a model with other weights: {unlike} differ. "
+                "Resume with the model that the run started with, loaded in the same dtype, or "
+                "remove the folder to start anew"
+            )
 
     def _take_over(self, kept: KeptFiles, run: Run) -> None:
         """Let this rank's file stand for all files that it took, if those are others."""

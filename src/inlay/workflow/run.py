@@ -137,12 +137,19 @@ def requantize(
 
     :param statistics: statistics of the same model, gathered for a recipe like this one
     :param tokenizer: a tokenizer to write beside the checkpoint
-    :param accept: see `Calibration.finalize`
+    :param accept: see `Calibration.finalize`; `other_weights` accepts statistics of another model
+        with the same modules, such as the one that this model was fine-tuned from
     :param progress: draw progress bars; by default if there is a terminal
     :return: the finalized calibration, ready for `save`
     """
     run = Run.from_statistics(
-        model, recipe, statistics, tokenizer=tokenizer, data=statistics.data, progress=progress
+        model,
+        recipe,
+        statistics,
+        accept=accept,
+        tokenizer=tokenizer,
+        data=statistics.data,
+        progress=progress,
     )
     assert isinstance(run, Run)
     if not is_first():
