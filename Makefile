@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick fuzz lint bench clean
+.PHONY: demo test quick compat fuzz lint bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -15,6 +15,15 @@ test: lint
 
 quick: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow"
+
+# The quick tests with other versions, in an environment of their own. Wheels of torch are large.
+TORCH ?= 2.15.0
+TRANSFORMERS ?= 5.23.0
+COMPRESSED_TENSORS ?= 0.20.0
+COMPAT := build/compat-$(TORCH)-$(TRANSFORMERS)-$(COMPRESSED_TENSORS)
+
+compat: $(COMPAT)/.installed
+	$(COMPAT)/bin/python -m pytest -m "not slow"
 
 # Laws only, on random examples and fifty times as many of them: finds what `make test` cannot.
 fuzz: $(VENV)/.installed
@@ -36,6 +45,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt build/sources
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--editable '.[test,demo,bench]' --config-settings editable_mode=strict
+	touch $@
+
+# llm-compressor pins older versions of the three, so the rest is installed without its requirements.
+COMPAT_PIP = $(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check
+$(COMPAT)/.installed: pyproject.toml constraints.txt build/sources
+	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	grep -vE '^(torch|transformers|compressed-tensors|tokenizers|huggingface_hub)==' \
+		constraints.txt > $(COMPAT)/others.txt
+	$(COMPAT_PIP) --no-deps --requirement $(COMPAT)/others.txt
+	$(COMPAT_PIP) torch==$(TORCH) transformers==$(TRANSFORMERS) \
+		compressed-tensors==$(COMPRESSED_TENSORS)
+	$(COMPAT_PIP) --no-deps --editable . --config-settings editable_mode=strict
 	touch $@
 
 clean:

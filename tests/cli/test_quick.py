@@ -83,8 +83,7 @@ def test_missing_folders_import_nothing_heavy(tmp_path: Path, folder: Path) -> N
 
 
 def test_presets_are_written_as_they_are() -> None:
-    assert known.presets_in_registry() == known.PRESETS
-    assert version("compressed-tensors") == known._PRESETS_OF
+    assert known.presets_in_registry() == known.PRESETS[version("compressed-tensors")]
 
 
 def test_observers_are_written_as_they_are() -> None:
@@ -105,7 +104,10 @@ def test_loaded_registries_are_asked() -> None:
 
 def test_another_version_of_compressed_tensors_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "compressed_tensors")
-    assert known.preset_rows() is known.PRESETS
+    for name, rows in known.PRESETS.items():
+        monkeypatch.setattr(known, "version", lambda _, name=name: name)
+        assert known.preset_rows() is rows
+        assert known.preset_names() == tuple(row[0] for row in rows)
     monkeypatch.setattr(known, "version", lambda _: "0.19.1")
     assert known.preset_names() == ()
 

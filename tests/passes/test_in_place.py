@@ -207,7 +207,7 @@ def node(target: Any, *args: Any, **kwargs: Any) -> Node:
     [
         "add_", "copy_", "__setitem__", "__iadd__", operator.setitem, operator.iadd,
         operator.imul, torch.relu_, F.relu_, torch.ops.aten.add_.Tensor,
-        torch.ops.aten.index_put_.default, torch.ops.aten.add.out,
+        torch.ops.aten.index_put_.default, torch.ops.aten.add_,
     ],
 )  # fmt: skip
 def test_ops_that_write(target: Any) -> None:
@@ -216,6 +216,8 @@ def test_ops_that_write(target: Any) -> None:
 
 def test_arguments_that_make_an_op_write() -> None:
     assert mutates(node(torch.add, out=X))
+    assert mutates(node(torch.ops.aten.add.out, out=X))
+    assert mutates(node(torch.ops.aten.add, out=X))
     assert mutates(node(F.relu, inplace=True))
     assert not mutates(node(torch.add, out=None))
     assert not mutates(node(F.relu, inplace=False))
@@ -225,7 +227,8 @@ def test_arguments_that_make_an_op_write() -> None:
     "target",
     [
         "add", "__add__", "__getitem__", operator.add, operator.getitem, operator.invert,
-        operator.index, torch.relu, F.linear, torch.ops.aten.add.Tensor,
+        operator.index, torch.relu, F.linear, torch.ops.aten.add.Tensor, torch.ops.aten.add,
+        torch.ops.aten.mean, torch.ops.aten.numpy_T,
     ],
 )  # fmt: skip
 def test_ops_that_do_not_write(target: Any) -> None:

@@ -73,7 +73,19 @@ TRANSPOSES: dict[str, Spelling] = {
     "permute((1, 0))": lambda x, w: x @ w.permute((1, 0)),
     "permute(-1, 0)": lambda x, w: x @ w.permute(-1, 0),
     "torch.permute": lambda x, w: x @ torch.permute(w, (1, 0)),
+    "getattr": lambda x, w: x @ getattr(w, "T"),  # noqa: B009
+    ".mH": lambda x, w: x @ w.mH,
+    "torch.adjoint": lambda x, w: x @ torch.adjoint(w),
+    "moveaxis": lambda x, w: x @ w.moveaxis(0, 1),
     "aten.t": lambda x, w: aten.mm.default(x, aten.t.default(w)),
+    "aten.t, any overload": lambda x, w: aten.mm(x, aten.t(w)),
+    "aten.transpose, any overload": lambda x, w: x @ aten.transpose(w, 0, 1),
+    "aten.numpy_T": lambda x, w: x @ aten.numpy_T.default(w),
+    # Dynamo writes .T, .mT, .H and .mH like this from torch 2.15 on.
+    "aten.numpy_T, any overload": lambda x, w: x @ aten.numpy_T(w),
+    "aten.mT, any overload": lambda x, w: x @ aten.mT(w),
+    "aten.matrix_H, any overload": lambda x, w: x @ aten.matrix_H(w),
+    "aten.mH, any overload": lambda x, w: x @ aten.mH(w),
     "aten.permute": lambda x, w: aten.mm.default(x, aten.permute.default(w, [1, 0])),
 }
 OTHERS: dict[str, Spelling] = {
@@ -81,6 +93,7 @@ OTHERS: dict[str, Spelling] = {
     "permute(0, 1)": lambda x, w: x @ w.permute(0, 1),
     "transpose(0, 0)": lambda x, w: x @ w.transpose(0, 0),
     "transposed twice": lambda x, w: x @ w.T.T,
+    "transposed twice by aten": lambda x, w: x @ aten.mT(aten.numpy_T(w)),
     "another tensor": lambda x, w: x @ (w * 2).T,
     "weight on the left": lambda x, w: w.T @ x,
     "sum of a transpose": lambda x, w: torch.addmm(w.T, x, x),
@@ -148,7 +161,7 @@ def test_the_weight_of_an_embedding_is_not_that_of_a_linear() -> None:
 
 def test_other_readers_of_a_transpose_keep_the_old_one() -> None:
     def forward(self, x):
-        transpose = self.fc.weight.T
+        transpose = self.fc.weight.t()
         return x @ transpose, transpose + 1
 
     model = Functional(forward, fc=linear())
@@ -157,8 +170,8 @@ def test_other_readers_of_a_transpose_keep_the_old_one() -> None:
     qparams = qparams_of(plan, model, {"fc.input": X})
     final = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))(gm).graph_module
     assert ops(final) == [
-        "transpose = getattr(fc.weight, 'T')",
-        "transpose_1 = getattr(fc.weight folded, 'T')  # by FoldQParams",
+        "transpose = t(fc.weight)",
+        "transpose_1 = t(fc.weight folded)  # by FoldQParams",
         "quantize_dequantize = quantize_dequantize(x, …)  # by FoldQParams",
         "matmul = matmul(quantize_dequantize, transpose_1)",
         "add = add(transpose, 1)",
@@ -167,12 +180,12 @@ def test_other_readers_of_a_transpose_keep_the_old_one() -> None:
 
 
 def test_a_transpose_that_nobody_reads_any_more_goes() -> None:
-    model = spelled(PRODUCTS["@"])
+    model = spelled(TRANSPOSES[".t()"])
     plan = Plan(model, STATIC)
     gm = observed(trace("dynamo", model, X), plan)
     fold = FoldQParams(qparams=qparams_of(plan, model, {"fc.input": X}))
     once = Pipeline((fold, RemoveObservers()))(gm).graph_module
-    assert targets(once) == ["getattr", "quantize_dequantize", "matmul"]
+    assert targets(once) == ["t", "quantize_dequantize", "matmul"]
     assert not fold(once).modified
 
 

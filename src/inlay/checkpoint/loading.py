@@ -202,12 +202,11 @@ def _unpacked() -> dict[str, Any]:
     """Return options that make transformers unpack GGUF and not call the model quantized."""
     import transformers
 
-    config = getattr(transformers, "GgufConfig", None)  # older versions always unpack
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
 def _correct_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Correct two errors of the conversion from GGUF.
+    """Correct two errors that the conversion from GGUF makes before transformers 5.23.
 
     It may take the end token of a text for the start token, so special tokens come from the file's
     metadata. It also removes spaces before punctuation, which is right only for WordPiece.

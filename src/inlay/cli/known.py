@@ -2,8 +2,8 @@
 
 compressed-tensors imports transformers, and observers import torch: seconds, for lists that do not
 change. So they are written down here, and a test holds them equal to the registries. Where the
-registries may say something else, they are asked: if compressed-tensors is another version than the
-one written about, and if they are loaded already, since anybody may have added to them.
+registries may say something else, they are asked: if compressed-tensors is a version that is not
+written about, and if they are loaded already, since anybody may have added to them.
 """
 
 import sys
@@ -25,21 +25,17 @@ __all__ = [
 
 Row = tuple[str, ...]
 
-_PRESETS_OF = "0.19.0"  # compressed-tensors
 _TOKEN = "per token, symmetric, dynamic"
 _G16, _G32, _G128 = (f"in groups of {size}" for size in (16, 32, 128))
 _NVFP4 = f"float4 {_G16} under a global scale, symmetric"
-_MXFP4, _MXFP8 = (f"float{bits} {_G32}, symmetric" for bits in (4, 8))
+_MXFP4, _MXFP6, _MXFP8 = (f"float{bits} {_G32}, symmetric" for bits in (4, 6, 8))
+_FP8_BY_G128 = f"float8 {_G128}, symmetric, dynamic"
 _CHANNEL = "int8 per channel, symmetric"
 
 # Name, weights, input activations.
-PRESETS: tuple[Row, ...] = (
+_PRESETS: tuple[Row, ...] = (
     ("FP8", "float8 per tensor, symmetric", "float8 per tensor, symmetric, static"),
-    (
-        "FP8_BLOCK",
-        "float8 in blocks of 128 by 128, symmetric",
-        f"float8 {_G128}, symmetric, dynamic",
-    ),
+    ("FP8_BLOCK", "float8 in blocks of 128 by 128, symmetric", _FP8_BY_G128),
     ("FP8_DYNAMIC", "float8 per channel, symmetric", f"float8 {_TOKEN}"),
     ("INT8", _CHANNEL, f"int8 {_TOKEN}"),
     ("MXFP4", _MXFP4, f"{_MXFP4}, dynamic"),
@@ -70,6 +66,17 @@ PRESETS: tuple[Row, ...] = (
     ("W8A8", _CHANNEL, f"int8 {_TOKEN}"),
     ("W8A8_STATIC", _CHANNEL, "int8 per tensor, asymmetric, static"),
 )
+_ADDED_IN_0_20: tuple[Row, ...] = (
+    ("MXFP4XFP8", _MXFP4, _FP8_BY_G128),
+    ("MXFP6A16", _MXFP6, MISSING),
+    ("MXFP6A8", _MXFP6, f"{_MXFP8}, dynamic"),
+)
+
+# By the version of compressed-tensors.
+PRESETS: dict[str, tuple[Row, ...]] = {
+    "0.19.0": _PRESETS,
+    "0.20.0": tuple(sorted(_PRESETS + _ADDED_IN_0_20)),
+}
 
 _SEARCH = "maxshrink=0.2, patience=5, grid=100.0, norm=2.4, expand=1.0"
 _EXPANDED = "maxshrink=0.5555555555555556, patience=1000, grid=200.0, norm=2.4, expand=1.8"
@@ -129,7 +136,8 @@ OBSERVERS: tuple[Row, ...] = (
 
 def preset_rows() -> tuple[Row, ...]:
     """List the presets: name, format of weights, format of input activations."""
-    return PRESETS if _are_presets_as_written() else presets_in_registry()
+    written = _written_presets()
+    return presets_in_registry() if written is None else written
 
 
 def observer_rows() -> tuple[Row, ...]:
@@ -139,7 +147,7 @@ def observer_rows() -> tuple[Row, ...]:
 
 def preset_names() -> tuple[str, ...]:
     """List the names of presets as far as they are known without importing; empty if not."""
-    return tuple(row[0] for row in PRESETS) if _are_presets_as_written() else ()
+    return tuple(row[0] for row in _written_presets() or ())
 
 
 def observer_names() -> tuple[str, ...]:
@@ -177,9 +185,9 @@ def observers_in_registry() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _are_presets_as_written() -> bool:
+def _written_presets() -> tuple[Row, ...] | None:
     is_loaded = "compressed_tensors" in sys.modules
-    return not is_loaded and version("compressed-tensors") == _PRESETS_OF
+    return None if is_loaded else PRESETS.get(version("compressed-tensors"))
 
 
 def _are_observers_as_written() -> bool:

@@ -11,8 +11,9 @@ from inlay.errors import GraphError
 from inlay.torch_private import (
     HigherOrderOperator,
     OpOverload,
+    OpOverloadPacket,
     lazy_graph_module,
-    written_arguments,
+    written_operands,
 )
 
 __all__ = [
@@ -50,8 +51,9 @@ def mutates(node: Node) -> bool:
         return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_METHODS
     if node.op != "call_function":
         return False
-    if isinstance(node.target, OpOverload):
-        return bool(written_arguments(node.target))
+    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
+        written = written_operands(node.target, node.args, node.kwargs)
+        return any(operand is not None for operand in written)
     name = getattr(node.target, "__name__", "")
     if isinstance(node.target, HigherOrderOperator):
         return _writes(node, name)

@@ -13,7 +13,13 @@ from torch.fx import GraphModule, Node
 
 from inlay.graph.inputs import tensor_of
 from inlay.graph.meta import made_by, stamp
-from inlay.torch_private import HigherOrderOperator, OpOverload, is_grouped_product
+from inlay.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    aten_name,
+    is_grouped_product,
+)
 
 __all__ = [
     "WeightUse",
@@ -187,7 +193,7 @@ def transposed_by(node: Any) -> Node | None:
 
 
 _PRODUCTS = {"matmul", "mm", "linalg_matmul"}
-_TRANSPOSES = {"t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H"}
+_TRANSPOSES = {"t", "T", "mT", "H", "mH", "adjoint"}
 _SWAPS = {"transpose", "swapaxes", "swapdims", "movedim", "moveaxis"}
 _SOURCE_AND_DIMS = (
     "input", "self", "dim0", "dim1", "axis0", "axis1", "source", "destination", "dims",
@@ -203,8 +209,9 @@ def tensor_op(node: Node) -> str | None:
         return None
     if target is getattr:
         return str(node.args[1])
-    if isinstance(target, OpOverload):
-        return str(target.overloadpacket.__name__) if target.namespace == "aten" else None
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        name = aten_name(target)
+        return None if name is None else _SPELLED.get(name, name)
     name = getattr(target, "__name__", "")
     # A function of the user's own may have the name of one of torch.
     known = (getattr(owner, name, None) for owner in (torch, torch.Tensor, operator))
@@ -213,7 +220,11 @@ def tensor_op(node: Node) -> str | None:
     return None
 
 
-_SPELLED = {"__matmul__": "matmul", "imatmul": "matmul"}
+_SPELLED = {
+    "__matmul__": "matmul", "imatmul": "matmul",
+    # What `.T` and `.H` are in exported graphs, and in those of Dynamo from torch 2.15 on.
+    "numpy_T": "T", "matrix_H": "H",
+}  # fmt: skip
 
 
 def _with_bias(gm: GraphModule, product: Node) -> Node:

@@ -7,7 +7,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from inlay.graph.editing import leaves, mutates
 from inlay.graph.shapes import fake_value
-from inlay.torch_private import HigherOrderOperator, OpOverload, share_memory, written_arguments
+from inlay.torch_private import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    share_memory,
+    written_operands,
+)
 
 __all__ = ["Writes", "writes_to_inputs"]
 
@@ -54,11 +60,8 @@ def _written_by(node: Node) -> Iterable[Node]:
     """The operands that an op writes to."""
     if isinstance(node.target, HigherOrderOperator):
         return node.all_input_nodes
-    if isinstance(node.target, OpOverload):
-        found = [
-            node.args[at] if at < len(node.args) else node.kwargs.get(name)
-            for at, name in written_arguments(node.target)
-        ]
+    if isinstance(node.target, (OpOverload, OpOverloadPacket)):
+        found = written_operands(node.target, node.args, node.kwargs)
     elif node.kwargs.get("out") is not None:
         found = [node.kwargs["out"]]
     else:

@@ -26,7 +26,7 @@ from inlay.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
     share_memory,
-    written_arguments,
+    written_operands,
 )
 
 __all__ = [
@@ -107,8 +107,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise StatisticsError("it draws random numbers, which a compiled graph draws otherwise")
-        given = dict(enumerate(args)) | (kwargs or {})
-        written = (given.get(place, given.get(name)) for place, name in written_arguments(func))
+        written = written_operands(func, args, kwargs or {})
         if any(isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) for t in written):
             raise StatisticsError("it writes to a tensor that is not an attribute of its own")
         return func(*args, **(kwargs or {}))

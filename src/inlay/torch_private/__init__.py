@@ -32,13 +32,15 @@ from inlay.torch_private.modules import (
 from inlay.torch_private.ops import (
     HigherOrderOperator,
     OpOverload,
+    OpOverloadPacket,
     TorchDispatchMode,
+    aten_name,
     is_grouped_product,
     onednn_linear,
     set_autocast,
     set_grad_enabled,
     without_torch_function,
-    written_arguments,
+    written_operands,
 )
 from inlay.torch_private.tensors import (
     FakeTensor,
@@ -58,10 +60,12 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
     "adopt_calling_convention",
     "allow_real_tensors",
     "as_if_traced",
+    "aten_name",
     "compile_options",
     "compiled_in_place",
     "compiler_cache_folder",
@@ -91,5 +95,5 @@ __all__ = [
     "varying_dims",
     "without_fake_mode",
     "without_torch_function",
-    "written_arguments",
+    "written_operands",
 ]

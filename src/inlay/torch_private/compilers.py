@@ -76,7 +76,7 @@ def inductor_settings(**settings: Any) -> AbstractContextManager[None]:
 def observing_dynamo() -> Iterator[None]:
     """Have Dynamo compile the code of a class anew for each of its models, and take no detours.
 
-    `torch.compile(recompile_limit=…)` is public in 2.13 only. The detours are for its logs: it
+    `torch.compile(recompile_limit=…)` is public from 2.13 on. The detours are for its logs: it
     empties the processor's caches to time guards, and reads source files for names of functions.
     torch 2.6; what is missing is left alone.
     """

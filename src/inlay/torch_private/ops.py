@@ -1,54 +1,76 @@
 """Private parts of torch: ops, and how they are called."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "HigherOrderOperator",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
+    "aten_name",
     "is_grouped_product",
     "onednn_linear",
     "set_autocast",
     "set_grad_enabled",
     "without_torch_function",
-    "written_arguments",
+    "written_operands",
 ]
 
 
-# OpOverload, HigherOrderOperator: the types of ops in exported graphs and of ops that call graphs,
-# to ask what they mutate and what they run. torch 2.0; both are in every exported graph, so a
-# rename would be announced.
+# OpOverload, OpOverloadPacket, HigherOrderOperator: types of ops in exported graphs, of ops that
+# stand for all overloads, and of ops that call graphs, to ask what they mutate and what they run.
+# torch 2.0; they are in every exported graph, so a rename would be announced.
 # TorchDispatchMode: to see every op that runs. torch 1.13; it is documented, if not public.
 
 
-def written_arguments(op: OpOverload) -> list[tuple[int, str]]:
-    """The arguments that an op writes to: their positions and names.
+def aten_name(op: OpOverload | OpOverloadPacket) -> str | None:
+    """Return the name of an op of ATen without its overload; None for any other op.
+
+    torch 2.0; the name of a packet has no public form with its namespace.
+    """
+    packet = op.overloadpacket if isinstance(op, OpOverload) else op
+    namespace, _, name = packet._qualified_op_name.partition("::")
+    return name if namespace == "aten" else None
+
+
+def written_operands(
+    op: OpOverload | OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Return the operands that a call of an op writes to; of a packet, by any of its overloads.
 
     torch 1.13; the schema of an op has no public form.
     """
-    return [
-        (position, argument.name)
-        for position, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    overloads: list[Any] = [op]
+    if isinstance(op, OpOverloadPacket):
+        names: list[str] = op.overloads()  # type: ignore[no-untyped-call]
+        overloads = [getattr(op, name) for name in names]
+    found = []
+    for overload in overloads:
+        for position, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if argument.name in kwargs:
+                found.append(kwargs[argument.name])
+            elif position < len(args) and not argument.kwarg_only:
+                found.append(args[position])
+    return found
 
 
 def is_grouped_product(target: Any) -> bool:
     """Whether an op multiplies the rows of each expert by its matrix.
 
-    `torch._grouped_mm` came with torch 2.8 and became `F.grouped_mm` in 2.10; transformers has an
-    op of its own for where these do not compile.
+    torch 2.10; `F.grouped_mm` is public, and exported graphs have the op behind it. transformers
+    has an op of its own for where these do not compile.
     """
     op = target.overloadpacket if isinstance(target, OpOverload) else target
-    owners = ((F, "grouped_mm"), (torch, "_grouped_mm"), (torch.ops.aten, "_grouped_mm"))
-    known = (getattr(owner, name, None) for owner, name in owners)
+    known = (F.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm)
     return any(op is each for each in known) or str(op) == "transformers.grouped_mm_fallback"
 
 
