@@ -1,5 +1,7 @@
 """A few well-chosen cases on Inductor itself."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from plain_llama import plain_llama
 from torch import nn
 
 from inlay import Calibration, Recipe
-from inlay.calibration.tiers import CompileCosts
+from inlay.calibration.decision import Decision
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.observers import Observer
 from inlay.recipe import make_observer
@@ -94,16 +96,15 @@ def test_compilations_do_not_grow_with_depth(depth: int) -> None:
     assert len(found) == depth * 14
 
 
-def test_pieces_compiled_in_the_middle_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_compiled_when_they_first_run() -> None:
     """Dynamo is long done by then; the code has to be right for lengths that come later."""
-    monkeypatch.setattr(CompileCosts, "estimate", lambda self, graph, ops: -1.0)
-    monkeypatch.setattr(CompileCosts, "learn", lambda self, graph, ops, seconds: None)
     model = plain_llama(num_hidden_layers=3)
     batches = [batch(model, index, tokens=length) for index, length in enumerate([6, 9, 5, 12])]
     found = []
     for compiler in ("eager", "auto"):
         torch._dynamo.reset()
         calibration = Calibration(model, STATIC, compiler=compiler)
+        calibration.auto.restore(asdict(Decision(compiled="everything")))
         for one in batches:
             calibration.run(on_device_of(model, one, varying_sizes(batches)))
         found.append(calibration)

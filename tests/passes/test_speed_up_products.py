@@ -4,7 +4,8 @@ from graphs import Functional, inputs_for, ops, trace
 from torch import nn
 
 from inlay import Calibration, Recipe
-from inlay.calibration import backend
+from inlay.calibration import decision
+from inlay.nodes import fast_linear as products
 from inlay.nodes.fast_linear import fast_linear
 from inlay.passes import SpeedUpProducts
 
@@ -70,7 +71,7 @@ def test_gradients_and_autocast_are_those_of_linear() -> None:
 @pytest.mark.parametrize("compiler", ["auto", "eager"])
 def test_only_auto_leaves_products_to_it(monkeypatch, compiler: str) -> None:
     """And says so. Its statistics are those of other products, up to rounding."""
-    monkeypatch.setattr(backend, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(decision, "onednn_is_faster", lambda: True)
     layers = nn.Sequential(*(nn.Linear(128, 128) for _ in range(2)))
     recipe = Recipe.from_preset("W8A8_STATIC")
     calibration = Calibration(layers, recipe, compiler=compiler)
@@ -81,3 +82,21 @@ def test_only_auto_leaves_products_to_it(monkeypatch, compiler: str) -> None:
     assert ("oneDNN" in calibration.explain()) == (compiler == "auto")
     for slot, found in eager.finalize().items():
         torch.testing.assert_close(calibration.finalize()[slot], found)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "faster"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),  # MKL takes its AVX2 code there
+        ("GenuineIntel", "AVX512", False),
+        ("", "DEFAULT", False),
+    ],
+)
+def test_the_faster_library_is_looked_up(monkeypatch, vendor, capability, faster) -> None:
+    """By processor: a timing would let the load of the machine choose the bits of a run."""
+    monkeypatch.setattr(products, "_processor", lambda: f"vendor_id : {vendor}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for library in (torch.backends.mkl, torch.backends.mkldnn):
+        monkeypatch.setattr(library, "is_available", lambda: True)
+    assert products.onednn_is_faster.__wrapped__() == faster

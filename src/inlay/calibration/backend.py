@@ -10,13 +10,11 @@ from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.compiled_graph import CompiledGraph, compile_regions
+from inlay.calibration.decision import Auto, Piece
 from inlay.calibration.explain import dropout_in
 from inlay.calibration.pipelines import Pipelines
-from inlay.calibration.tiers import CompileCosts, Forecast, Tier
 from inlay.errors import GraphError
 from inlay.graph import writes_to_inputs
-from inlay.nodes.fast_linear import onednn_is_faster
-from inlay.passes import SpeedUpProducts
 from inlay.ranges.kernels import keep_whole
 from inlay.statistics.value import Statistics
 from inlay.torch_private import (
@@ -25,6 +23,7 @@ from inlay.torch_private import (
     compiling_in,
     counting_guards_of_code,
     fake_mode_of,
+    inductor_settings,
     lost_guards,
 )
 
@@ -39,8 +38,8 @@ class Backend:
     It refers to statistics and weights weakly: compiled code lives as long as Dynamo likes, these
     as long as their calibration.
 
-    :param compiler: a backend of Dynamo, or "auto": op by op, and Inductor for what repays it
-    :param forecast: tells "auto" how many batches are to come
+    :param compiler: a backend of Dynamo, or "auto"
+    :param auto: decides what "auto" compiles, if that is the compiler
     """
 
     def __init__(
@@ -49,14 +48,12 @@ class Backend:
         pipelines: Pipelines,
         *,
         compiler: str,
-        forecast: Forecast | None = None,
+        auto: Auto | None = None,
     ) -> None:
         self._bindings = weakref.ref(bindings, self._forget)
         self.pipelines = pipelines
         self.compiler = compiler
-        self.forecast = forecast or Forecast()
-        self._costs = CompileCosts()
-        self.tiers: list[Tier] = []
+        self._auto = auto
         self.graphs: list[CompiledGraph] = []
         self.compilations = 0
         # Takes the graph of a model around its blocks, and what it gives is run in its place.
@@ -134,7 +131,8 @@ class Backend:
         """Forget all graphs, and what was observed since the statistics were these."""
         self.rewind(before)
         self.graphs.clear()
-        self.tiers.clear()
+        if self._auto is not None:
+            self._auto.pieces.clear()
 
     def rewind(self, before: Mapping[str, Statistics]) -> None:
         """Forget what was observed since the statistics were these."""
@@ -143,32 +141,33 @@ class Backend:
         self.bindings.statistics.rewind(before)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one region with the compiler of the calibration, or leave that for later."""
+        """Compile one region with the compiler of the calibration, or as "auto" has decided."""
         if self.compiler != AUTO:
             return self._compile(self.compiler, gm, inputs)
-        if onednn_is_faster():
-            gm = SpeedUpProducts()(gm).graph_module
-        tier = Tier(
-            gm,
-            lambda chosen: compile_regions(chosen, self._compile_later)[0],
-            forecast=self.forecast,
-            costs=self._costs,
-        )
-        self.tiers.append(tier)
-        return tier
+        return self._piece(gm)
 
     def compile_around(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Leave what is around the blocks of a model op by op, unless "auto" finds that it repays.
+        """Run what is around the blocks of a model eagerly, except for observers that are slow.
 
         A batch runs it once, and compiling it would take longer than compiling a block.
         """
-        return self.compile(gm, inputs) if self.compiler == AUTO else gm.forward
+        return self._piece(gm, is_around=True) if self.compiler == AUTO else gm.forward
+
+    def _piece(self, gm: GraphModule, *, is_around: bool = False) -> Piece:
+        def compile(chosen: GraphModule) -> Callable[..., Any]:
+            return compile_regions(chosen, self._compile_later)
+
+        assert self._auto is not None
+        return self._auto.piece(gm, compile, is_around=is_around)
 
     def _compile_later(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile when Dynamo is done, and checks the sizes it knew to matter and no others."""
+        """Compile when Dynamo is done, and checks the sizes it knew to matter and no others.
+
+        Code from Inductor's cache would not say which sizes it is right for.
+        """
         mode = fake_mode_of(*inputs)
         known = lost_guards(mode)
-        with counting_guards_of_code(mode):
+        with counting_guards_of_code(mode), inductor_settings(fx_graph_cache=False):
             compiled = self._compile("inductor", gm, inputs)
         if lost_guards(mode) > known:
             raise GraphError("the code would be right for some sizes of the batch only")

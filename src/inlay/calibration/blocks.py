@@ -99,7 +99,6 @@ class Blocks:
                     result, _ = block.compiled(block.module, args, kwargs, masks)
                 return result
 
-            self._backend.forecast.blocks = len(self._blocks)
             marked = {cls: _marked(cls.forward, call) for cls in self._marked}
             with self._handles(), _methods("forward", marked), as_if_traced():
                 return model(*args, **kwargs)

@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.compiled_graph import CompiledGraph
+from inlay.calibration.decision import Auto, Savings
 from inlay.calibration.explain import explain, padding_problem
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.running import Rerun, evaluating, run_apart, run_for_statistics, running
-from inlay.calibration.tiers import Forecast, Tier
 from inlay.calibration.tracing import by_name, without_cache
 from inlay.calibration.weights import Weights
 from inlay.collectives import from_all_ranks
@@ -49,7 +49,8 @@ class Calibration:
     :param model: the model; it is not changed
     :param recipe: what to quantize and how
     :param compiler: the Dynamo backend that compiles graphs with observers in them, or "auto", the
-        default: `observe` runs op by op, and compiles with Inductor what the batches to come repay
+        default: `observe` runs eagerly, or compiles with Inductor what the batches that `expect`
+        announces are estimated to repay
     :param passes: passes that make a traced graph observe, as types or as instances
     :param count_padding: whether positions that the attention mask leaves out count all the same
     :param progress: whether to draw progress bars; by default where there is a terminal
@@ -78,9 +79,9 @@ class Calibration:
         weights = Weights(model, self.plan, self.equalization.parameters)
         self._bindings = Bindings(self.statistics, weights, self.equalization)
         pipelines = Pipelines(plan=self.plan, prepare=passes, count_padding=count_padding)
-        self._forecast = Forecast()
+        self.auto = Auto(Savings.of(self.plan, weights.of_module), is_asked=compiler == AUTO)
         self._observing, self._parts = (
-            Backend(self._bindings, each, compiler=compiler, forecast=self._forecast)
+            Backend(self._bindings, each, compiler=compiler, auto=self.auto)
             for each in (replace(pipelines, outputs=False), pipelines)
         )
         # Who calls `torch.compile` has said that compiling is wanted.
@@ -111,6 +112,7 @@ class Calibration:
         calibration.equalization.restore(stored, model)
         calibration.statistics.is_second_run = calibration.equalization.is_settled
         calibration.data_seen = stored.data_seen
+        calibration.auto.restore(stored.decision)
         return calibration
 
     def forget_data(self) -> None:
@@ -132,6 +134,7 @@ class Calibration:
             scales={name: scales.values for name, scales in settled.items()},
             strengths={name: scales.strength for name, scales in settled.items()},
             weights=fingerprints(weights_in(self.model)),
+            decision=self.auto.stored(),
         )
 
     @property
@@ -150,9 +153,8 @@ class Calibration:
             raise ConfigurationError(
                 "the calibration is finalized; make a new one to observe more batches"
             )
+        self.auto.decide_by([*args, *kwargs.values()])
         self._run_graphs(*args, **kwargs)
-        if not self._forecast.block_by_block:
-            self.count_run()
 
     def _run_graphs(self, *args: Any, **kwargs: Any) -> Any:
         if self._graphs_run is None:
@@ -200,33 +202,23 @@ class Calibration:
         self.equalization.parameters.forget_copies()
 
     def expect(self, batches: int) -> None:
-        """Say how many more batches are to come, so that nothing is compiled for too few."""
-        self._forecast.expect(batches)
-
-    def count_run(self) -> None:
-        """Take note that a batch has run; in stages, that it has run through one of them."""
-        self._forecast.done += 1
+        """Say before the first batch how many there will be, so that "auto" compiles for many."""
+        self.auto.expected = batches
 
     @property
     def tiers(self) -> list[str]:
-        """How the pieces of the model run, and why, if that was left to "auto"."""
-        return list(dict.fromkeys(str(tier) for tier in self._tiers))
+        """How the model runs, and why, if that was left to "auto"."""
+        return self.auto.described()
 
     @property
     def tier(self) -> str:
-        """How the model runs, in a word or two, if that was left to "auto"."""
-        compiled = sum(tier.is_compiled for tier in self._tiers)
-        return "compiled" if compiled else "op by op" if self._tiers else ""
+        """How the model runs, in a word, if that was left to "auto"."""
+        return str(self.auto)
 
     @property
     def compilations(self) -> int:
         """How many graphs were traced and pieces of them compiled so far."""
-        return len(self.graphs) + sum(tier.is_compiled for tier in self._tiers)
-
-    @property
-    def _tiers(self) -> list[Tier]:
-        tiers = [*self._observing.tiers, *self._parts.tiers]
-        return [tier for tier in tiers if tier.calls]
+        return len(self.graphs) + self.auto.compilations
 
     def run(self, batch: Any) -> None:
         """Observe a batch: keyword arguments of the model by name, or positional ones."""
@@ -247,7 +239,6 @@ class Calibration:
         """
         self._graphs_run = run_apart(self.model, self._observing)
         self._observing.arrange = arrange
-        self._forecast.block_by_block = True
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

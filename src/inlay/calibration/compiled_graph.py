@@ -1,7 +1,6 @@
 """A graph of the model after its passes, compiled, and called with what it observes into."""
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from torch.fx.node import map_arg
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
 from inlay.calibration.blocks import Block, BlockCall, call_block, is_block_call
 from inlay.calibration.pipelines import Pipelines, Purpose
-from inlay.calibration.tiers import Tier
 from inlay.calibration.tracing import Dropped
 from inlay.graph import (
     Lookup,
@@ -52,20 +50,12 @@ class Variant:
     :param graph_module: before it was cut into regions
     :param modules: whose weights it was made with
     :param inputs: what it takes after the inputs of the model
-    :param pieces: what is compiled on its own, and how often the graph calls it
     """
 
     graph_module: GraphModule
     run: Callable[..., Any]
     modules: tuple[str | None, ...]
     inputs: tuple[GivenInput, ...]
-    pieces: Mapping[str, tuple[Callable[..., Any], int]]
-
-    def count_call(self) -> None:
-        """Take note that a batch calls this graph, once more than was known."""
-        for piece, calls in self.pieces.values():
-            if isinstance(piece, Tier):
-                piece.calls_in_a_batch += calls
 
 
 class CompiledGraph:
@@ -137,7 +127,6 @@ class CompiledGraph:
             observes = block.observes(self.backend.bindings.statistics.plan)
             call.target = CallRegion(run, observes=observes)
             call.args = (args, kwargs, masks)
-            self.backend.forecast.blocks += 1
 
     def unbind(self) -> None:
         """Let go of statistics and folded weights."""
@@ -167,8 +156,6 @@ class CompiledGraph:
             observers: dict[str, Mapping[str, torch.Tensor]] = {}
             tensors = [given.tensor(bindings, names, args, observers) for given in variant.inputs]
             bound = self._bound[key] = (variant.run, tensors)
-            variant.count_call()
-            self.backend.forecast.found += self.is_region
             found = equalizable(variant.graph_module)
             if found is not None:
                 bindings.equalization.take_in(found, _lookup(variant.graph_module, args))
@@ -236,38 +223,30 @@ class CompiledGraph:
         regions = pipelines.cutting()(prepared).graph_module
         is_around = any(map(is_block_call, prepared.graph.nodes))
         compiler = self.backend.compile_around if is_around else self.backend.compile
-        run, pieces = compile_regions(regions, compiler)
+        run = compile_regions(regions, compiler)
         if self.backend.arrange is not None and not self.is_region:
             run = self.backend.arrange(run)
         inputs = given_inputs(prepared, bindings)
-        return Variant(prepared, run, modules, tuple(inputs), pieces)
+        return Variant(prepared, run, modules, tuple(inputs))
 
 
-def compile_regions(
-    gm: GraphModule, compiler: Compiler
-) -> tuple[Callable[..., Any], Mapping[str, tuple[Callable[..., Any], int]]]:
-    """Compile each distinct region of an outlined graph once, or a graph without any as it is.
-
-    :return: the whole, and the compiled pieces with the number of their calls
-    """
+def compile_regions(gm: GraphModule, compiler: Compiler) -> Callable[..., Any]:
+    """Compile each distinct region of an outlined graph once, or a graph without any as it is."""
     if all(node.op in ("placeholder", "get_attr", "output") for node in gm.graph.nodes):
-        return gm.forward, {}  # nothing to compile
-    regions = Counter(str(node.target) for node in gm.graph.nodes if is_region(node))
+        return gm.forward  # nothing to compile
+    regions = {str(node.target) for node in gm.graph.nodes if is_region(node)}
     if not regions and any(isinstance(node.target, CallRegion) for node in gm.graph.nodes):
-        return gm.forward, {}  # no compiler could look into the calls
+        return gm.forward  # no compiler could look into the calls
     if not regions:
-        compiled = compiler(gm, [fake_value(node) for node in inputs_of(gm.graph)])
-        return compiled, {"": (compiled, 1)}
+        return compiler(gm, [fake_value(node) for node in inputs_of(gm.graph)])
     outer = copy(gm)
-    pieces = {}
-    for name, calls in sorted(regions.items()):
+    for name in sorted(regions):
         body = gm.get_submodule(name)
         assert isinstance(body, GraphModule)
         compiled = compiler(body, [fake_value(node) for node in inputs_of(body.graph)])
-        pieces[name] = (compiled, calls)
         delattr(outer, name)
         setattr(outer, name, compiled)
-    return outer.forward, pieces
+    return outer.forward
 
 
 def _lookup(gm: GraphModule, args: Sequence[Any]) -> Lookup:

@@ -104,8 +104,8 @@ def calibrate(
     compiler: Annotated[
         str,
         typer.Option(
-            help="Backend of torch.compile, or [b]auto[/b]: op by op, and compiled where that "
-            "takes less time than it saves."
+            help="Backend of torch.compile, or [b]auto[/b]: eager, or compiled if the data "
+            "is estimated to repay that."
         ),
     ] = "auto",
     dtype: DtypeOption = Dtype.AUTO,

@@ -152,6 +152,15 @@ class Observer(InternalModule, RegistryMixin):
             except StatisticsError as error:
                 yield error
 
+    @classmethod
+    def saved_by_compiling(cls, args: QuantizationArgs) -> float:
+        """Return how many nanoseconds compiling saves for each observed element of an activation.
+
+        Estimates on two AVX-512 cores are good enough: they decide what `compiler="auto"` compiles.
+        This default is right for observers that read a value once, and leaves others eager.
+        """
+        return 0.0
+
     def _chosen_range(self) -> MinMaxTuple:
         """Return the range to quantize: that of the statistics, unless a subclass overrides it."""
         return self.min_vals, self.max_vals

@@ -114,6 +114,10 @@ class HistogramObserver(StaticMinMaxObserver):
         return _range_of(self.histogram, args, self._choice(settings))
 
     @classmethod
+    def saved_by_compiling(cls, args: QuantizationArgs) -> float:
+        return 1.5
+
+    @classmethod
     def get_qparams_of(
         cls, observers: Iterable[Observer]
     ) -> Iterator[QParamsDict | StatisticsError]:

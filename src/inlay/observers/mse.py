@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 
 from inlay.observers.base import Observer
 from inlay.observers.kwargs import (
@@ -62,6 +63,11 @@ class MemorylessMSEObserver(MeasuringObserver):
             patience=max(1, self.patience),
             expand=self.expand,
         )
+
+    @classmethod
+    def saved_by_compiling(cls, args: QuantizationArgs) -> float:
+        is_one_group = args.strategy == QuantizationStrategy.TENSOR
+        return 0.0 if is_one_group and args.type == QuantizationType.INT else 20.0
 
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         found = self.search(observed) if valid is None else self.search.among(observed, valid)

@@ -58,6 +58,7 @@ class StoredStatistics:
     :param scales: by group, if so
     :param strengths: that the scales come from, by group
     :param weights: fingerprints of the model's tensors; empty in files of older versions
+    :param decision: how the batches ran, as values that JSON keeps, if that was left to "auto"
     """
 
     recipe: Mapping[str, Any]
@@ -70,6 +71,7 @@ class StoredStatistics:
     scales: Mapping[str, torch.Tensor] = field(default_factory=dict)
     strengths: Mapping[str, float] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+    decision: Mapping[str, Any] | None = None
 
     def save(self, folder: str | Path, *, file_name: str = FILE_NAME) -> Path:
         """Write `statistics.safetensors` and, for people, `statistics.json`.
@@ -110,6 +112,7 @@ class StoredStatistics:
             "is_second_run": self.is_second_run,
             "strengths": dict(self.strengths),
             "weights": dict(sorted(self.weights.items())),
+            "decision": self.decision,
             "slots": described,
         }
         text = json.dumps(content, indent=1)
@@ -154,6 +157,7 @@ class StoredStatistics:
             },
             strengths=content.get("strengths", {}),
             weights=content.get("weights", {}),
+            decision=content.get("decision"),
         )
 
     @staticmethod

@@ -46,16 +46,26 @@ class Journal:
     :param out: the folder that the run will write
     :param identity: what has to be the same for a run to go on: model, recipe, data, settings
     :param resume: go on with what is there; without it, a folder that has something is refused
+    :param decision: how batches run if no interrupted run has decided, as values that JSON keeps
     """
 
-    def __init__(self, out: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self,
+        out: Path,
+        identity: Mapping[str, Any],
+        *,
+        resume: bool,
+        decision: Mapping[str, Any] | None = None,
+    ) -> None:
         self.folder = work_folder(out)
         self.checkpoint = self.folder / "checkpoint"
         self.identity = json.loads(json.dumps(identity))
+        self.decision = decision
         self.written: list[Written] = []
         if is_first():
             self._open(resume)
-        self.written, self._writer = from_all_ranks((self.written, uuid.uuid4().hex[:8]))[0]
+        own = self.written, self.decision, uuid.uuid4().hex[:8]
+        self.written, self.decision, self._writer = from_all_ranks(own)[0]
         self._verify()
 
     def _open(self, resume: bool) -> None:
@@ -94,6 +104,7 @@ class Journal:
         content = {
             "version": _VERSION,
             "identity": self.identity,
+            "decision": self.decision,
             "written": [asdict(each) for each in self.written],
         }
         write_atomically(self.folder / _FILE, json.dumps(content, indent=1))
@@ -113,6 +124,7 @@ class Journal:
                 f"{self.folder} was made with another {', '.join(named)}; resume with the same "
                 "model, recipe, data and settings, or remove the folder to start anew"
             )
+        self.decision = content.get("decision", self.decision)
         for each in content["written"]:
             files = {name: (int(size), digest) for name, (size, digest) in each["files"].items()}
             self.written.append(Written(**{**each, "files": files}))

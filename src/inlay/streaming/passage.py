@@ -82,9 +82,7 @@ class Passage:
 
     def through(self, region: Region, activations: Activations) -> Iterator[int]:
         """Run all batches through a region whose parameters are loaded; yield after each."""
-        for number in self._run_through(region, activations, self._started, equalized=False):
-            self._run.count_run()
-            yield number
+        yield from self._run_through(region, activations, self._started, equalized=False)
 
     def through_equalized(
         self, region: Region, activations: Activations, outside: set[str]

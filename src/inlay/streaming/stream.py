@@ -112,6 +112,7 @@ def stream(
         own = dict(batches.numbered) if run.plan.needs_data else {}
         for batch in own.values():
             run.data_seen = seen_with(run.data_seen, batch)
+        run.auto.decide(run.data_seen.tokens + run.data_seen.padding_tokens)
         run.data_parts = tuple(from_all_ranks(run.data_seen))
         run.data_seen = DataSeen.of_all(run.data_parts)
         run.data += divided(batches, run.data_parts)
@@ -135,7 +136,8 @@ def stream(
             "compiler": compiler,
             "settings": settings.identity(),
         }
-        journal = Journal(Path(out), identity, resume=resume)
+        journal = Journal(Path(out), identity, resume=resume, decision=run.auto.stored())
+        run.auto.restore(journal.decision)
         worker.work(journal)
         worker.finish(journal, Path(out), overwrite=overwrite, memory=memory)
     record = replace(run.record, stages=stages.as_tuple())

@@ -266,7 +266,6 @@ class Worker:
             return
         with self._run.stages("tracing and compiling"):
             self._passage.start()
-        self._run.expect(len(self._batches) * len(stages))
         if stages[0] > 0:
             for equalized in (False, True) if self._run.plan.needs_second_run else (False,):
                 activations.restore(

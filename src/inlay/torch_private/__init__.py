@@ -7,7 +7,6 @@ when it goes. Dynamo and Inductor take a second to import, so functions import t
 from inlay.torch_private.compilers import (
     as_if_traced,
     compile_options,
-    compiler_cache_folder,
     compiler_named,
     compiling_in,
     graph_break_errors,
@@ -68,7 +67,6 @@ __all__ = [
     "aten_name",
     "compile_options",
     "compiled_in_place",
-    "compiler_cache_folder",
     "compiler_named",
     "compiling_in",
     "counting_guards_of_code",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from inlay.torch_private.tensors import FakeTensorMode
 __all__ = [
     "as_if_traced",
     "compile_options",
-    "compiler_cache_folder",
     "compiler_named",
     "compiling_in",
     "graph_break_errors",
@@ -32,16 +30,6 @@ def compiler_named(name: str) -> Callable[..., Any]:
 
     compiler: Callable[..., Any] = lookup_backend(name)
     return compiler
-
-
-def compiler_cache_folder() -> Path:
-    """The folder in which Inductor keeps what it compiled.
-
-    torch 2.5; TORCHINDUCTOR_CACHE_DIR names it in public, but it has a default too.
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
 
 
 @contextmanager

@@ -190,8 +190,7 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
     total = _count(batches)
     varying = varying_sizes(batches if total else ())
     show = run.show_progress
-    if total is not None:
-        run.expect(total - keeper.left_out)
+    run.auto.decide(None if total is None else sum(sum(count_tokens(batch)) for batch in batches))
     with Bar(_label(run), total=total, unit="tokens", show=show) as bar:
         for number, batch in batches.numbered:
             look_around()
