@@ -1,6 +1,7 @@
 """Files and folders that appear complete or not at all."""
 
 import contextlib
+import fnmatch
 import os
 import shutil
 import stat
@@ -19,6 +20,8 @@ __all__ = [
     "new_folder",
     "partial_name",
     "remove_partial_files",
+    "remove_work_folder",
+    "remove_written",
     "require_room",
     "require_writable",
     "write_atomically",
@@ -105,6 +108,43 @@ def remove_partial_files(folder: Path) -> None:
     """Remove what killed processes were writing, in a folder that nobody is writing into."""
     for leftover in folder.rglob(f".*{_PARTIAL}"):
         leftover.unlink()
+
+
+def remove_work_folder(folder: Path, *patterns: str) -> None:
+    """Remove a folder that a run has worked in, as `remove_written` does.
+
+    Warn of files that stay because somebody else put them there.
+    """
+    left = remove_written(folder, *patterns)
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        warnings.warn(
+            f"{folder} is left in place: it holds {', '.join(left[:3])}{more}, which Inlay did not "
+            "write",
+            stacklevel=3,
+        )
+
+
+def remove_written(folder: Path, *patterns: str) -> list[str]:
+    """Remove the files of a folder that match patterns, and all folders that are empty then.
+
+    :param patterns: of paths in the folder, as `fnmatch` takes them
+    :return: paths in the folder that stay
+    """
+    left = []
+    for root, folders, names in os.walk(folder, topdown=False):
+        place = Path(root)
+        links = [name for name in folders if (place / name).is_symlink()]
+        for path in (place / name for name in (*names, *links)):
+            inside = path.relative_to(folder).as_posix()
+            if any(fnmatch.fnmatchcase(inside, pattern) for pattern in patterns):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            else:
+                left.append(inside)
+        with contextlib.suppress(OSError):
+            place.rmdir()
+    return sorted(left)
 
 
 @contextlib.contextmanager

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from families import SIZES, bert, gpt2, llama
+from safetensors.torch import load_file, save_file
 from tokens import word_tokenizer
 from torch import nn
 
 import inlay
 from inlay.checkpoint.loading import empty_model, find_tokenizer, load_model, load_tokenizer
-from inlay.errors import ConfigurationError
+from inlay.checkpoint.stored_model import StoredModel
+from inlay.errors import CheckpointError, ConfigurationError
 
 
 @pytest.fixture
@@ -217,3 +219,44 @@ def test_gguf_to_checkpoint(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "plain")
     assert "gguf" not in (tmp_path / "plain" / "config.json").read_text()
     assert type(load_model(tmp_path / "plain")) is type(model)
+
+
+@pytest.mark.parametrize("load", [load_model, StoredModel.open])
+def test_an_index_that_leads_outside_is_refused(tmp_path: Path, load: Any) -> None:
+    """Nothing is read there, whatever it is; a link to a shard may lead anywhere."""
+    llama().save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    folder, index = tmp_path / "model", tmp_path / "model" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name, shard = next(iter(content["weight_map"].items()))
+    (folder / shard).rename(tmp_path / "blob")
+    for place in ("../blob", str(tmp_path / "blob"), "sub/../../blob", "..\\blob", "C:\\blob"):
+        changed = {**content, "weight_map": {**content["weight_map"], name: place}}
+        index.write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match=r"index\.json says that .*outside") as raised:
+            load(folder)
+        assert place in str(raised.value)
+        assert name in str(raised.value)
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"{shard}, named in .*index\.json, is missing"):
+        load(folder)
+    (folder / shard).symlink_to(tmp_path / "blob")
+    load(folder)
+
+
+@pytest.mark.parametrize("load", [load_model, StoredModel.open])
+def test_what_a_checkpoint_will_not_have_is_named(tmp_path: Path, load: Any) -> None:
+    llama().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {f"model.layers.2.mtp.{name}": torch.ones(2) for name in "abcd"}
+    computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    file = tmp_path / "model.safetensors"
+    save_file({**tensors, **computed}, file, metadata={"format": "pt"})
+    load(tmp_path)
+    save_file({**tensors, **computed, **extra}, file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"does not use 4 of \d+ tensors .*mtp\.a.* and 1 more"):
+        load(tmp_path)
+    save_file(tensors, file, metadata={"format": "pt"})
+    modules = [{"path": ""}, {"path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.warns(UserWarning, match=r"Copy modules\.json, 1_Pooling/ into"):
+        load(tmp_path)

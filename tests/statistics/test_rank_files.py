@@ -13,7 +13,7 @@ from inlay.ranks.division import Part
 from inlay.statistics import rank_files
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import StoredStatistics
-from inlay.statistics.rank_files import file_name, kept_files
+from inlay.statistics.rank_files import file_name, kept_files, remove_all
 
 RECIPE = Recipe.from_preset("W8A8_STATIC").fields
 
@@ -87,3 +87,13 @@ def test_any_disjoint_files_are_all_taken(owners: list[int], data: st.DataObject
 def test_what_is_not_of_a_run_is_left_alone(tmp_path: Path, monkeypatch) -> None:
     torch.save({}, tmp_path / "other.safetensors")
     assert taken(tmp_path, 1, monkeypatch)[0].own == ()
+    for part in (Part(0, 1), Part(1, 2)):
+        keep(tmp_path, part, {1})
+    (tmp_path / ".statistics.json.12-ab.partial").touch()
+    with pytest.warns(UserWarning, match=r"holds other\.safetensors, which Inlay did not write"):
+        remove_all(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["other.safetensors"]
+    (tmp_path / "other.safetensors").unlink()
+    keep(tmp_path, Part(0, 1), {1})
+    remove_all(tmp_path)
+    assert not tmp_path.exists()

@@ -76,9 +76,9 @@ def child(moment, after):
     journal.Journal.add = noted
     recipe = recipe_of(equalized)
     data = [batch(torch.nn.Module(), index) for index in range(4)]
-    stream(
-        place / "model", recipe, data, out=place / "out", held_out=0, compiler="eager", resume=True
-    )
+    options = {"out": place / "out", "held_out": 0, "compiler": "eager"}
+    resume = (place / "out.streaming" / "journal.json").exists()
+    stream(place / "model", recipe, data, resume=resume, **options)
 
 
 killed = 0

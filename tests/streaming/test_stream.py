@@ -249,6 +249,12 @@ def test_only_the_same_run_is_resumed(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"000001\.safetensors.*was changed"):
         stream(folder, STATIC, batches(3), resume=True, **options)
     values.write_bytes(kept)
+    lasting = next((folder.parent / "out.streaming" / "activations" / "lasting").iterdir())
+    kept = lasting.read_bytes()
+    lasting.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=rf"{lasting.name}, a value .* was changed"):
+        stream(folder, STATIC, batches(3), resume=True, **options)
+    lasting.write_bytes(kept)
     weights = (folder / "model.safetensors").read_bytes()
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"] *= 0.1  # no header shows it
@@ -258,6 +264,33 @@ def test_only_the_same_run_is_resumed(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(weights)
     stream(folder, STATIC, batches(3), resume=True, **options)
     assert_same_folder(options["out"], in_memory(folder, STATIC, batches(3), held_out=0))
+
+
+FOREIGN = ("precious.txt", "checkpoint/notes.md", "regions/00001/mine.txt", "activations/a/b")
+
+
+def test_files_that_it_did_not_write_stay(folder: Path) -> None:
+    """Put there before the run, while it was interrupted, or in folders that it makes."""
+    work, out = folder.parent / "out.streaming", folder.parent / "out"
+    options = {"held_out": 0, "compiler": "eager", "out": out}
+    work.mkdir()
+    (work / FOREIGN[0]).write_text(FOREIGN[0])
+    with stopping(after=3):
+        stream(folder, STATIC, batches(2), **options)
+    values = next((work / "activations").glob("before-*"))
+    (values / "mine.txt").touch()
+    for name in FOREIGN[1:]:
+        (work / name).parent.mkdir(exist_ok=True)
+        (work / name).write_text(name)
+    with pytest.warns(UserWarning, match="which Inlay did not write"):
+        stream(folder, STATIC, batches(2), resume=True, **options)
+    assert (out / "notes.md").read_text() == FOREIGN[1]  # it moved with the checkpoint
+    left = {path.relative_to(work).as_posix() for path in work.rglob("*") if path.is_file()}
+    kept = {*FOREIGN, f"activations/{values.name}/mine.txt"} - {FOREIGN[1]}
+    assert left == kept
+    with pytest.warns(UserWarning, match=r"holds .*precious\.txt"):
+        stream(folder, STATIC, batches(2), overwrite=True, **options)
+    assert_same_folder(out, in_memory(folder, STATIC, batches(2), held_out=0))
 
 
 def test_a_layer_that_no_batch_reaches_is_refused_by_name(folder: Path) -> None:

@@ -10,7 +10,7 @@ from plain_llama import plain_llama
 from specification import assert_equal_qparams
 from torch import nn
 
-from inlay import Calibration, Recipe, StoredStatistics, calibrate
+from inlay import Calibration, Recipe, StoredStatistics, calibrate, stream
 from inlay.checking import check_calibration
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
@@ -112,6 +112,25 @@ def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
         model.model.layers[1].mlp.up_proj.weight.mul_(0.1)
     with pytest.raises(ConfigurationError, match=r"layers\.1\.mlp\.up_proj\.weight differ\."):
         run(model, iter(data), **refused)
+
+
+def test_where_nothing_can_be_resumed_other_runs_are_named(tmp_path: Path, monkeypatch) -> None:
+    model = plain_llama()
+    data = batches(model, 3)
+    monkeypatch.setattr("inlay.workflow.keeping._SAVE_EVERY", 0.0)
+    (tmp_path / "notes").mkdir()
+    options = {"statistics": tmp_path / "oot.statistics", "resume": True}
+    with pytest.raises(ConfigurationError, match=r"no run to resume in .*oot\.statistics\. Name"):
+        run(model, iter(data), **options)
+    with pytest.raises(InterruptedRunError):
+        run(model, interrupting(data, 2), statistics=tmp_path / "out.statistics")
+    (tmp_path / "other.streaming").mkdir()
+    (tmp_path / "other.streaming" / "journal.json").touch()
+    match = r"holds runs in other\.streaming, out\.statistics\. Name"
+    with pytest.raises(ConfigurationError, match=match):
+        run(model, iter(data), **options)
+    with pytest.raises(ConfigurationError, match=match):
+        stream(tmp_path / "model", STATIC, data, out=tmp_path / "other2", resume=True)
 
 
 def test_fingerprints_are_taken_only_where_statistics_are_kept(

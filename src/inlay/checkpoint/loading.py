@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from inlay.checkpoint.source import Source
+from inlay.checkpoint.unused import warn_of_unused
+from inlay.checkpoint.weight_files import require_shards, stored_names
 from inlay.errors import ConfigurationError
 
 __all__ = [
@@ -56,6 +58,9 @@ def load_model(
     chosen = dtype_named(dtype)
     config = source.config()
     require_full_precision(config, source.place)
+    in_cache = source.is_folder or not download
+    if gguf_file is None and in_cache:
+        require_shards(source.folder())
     source.require_safetensors()
     cls, options = class_of(config, source)
     options.update({"use_safetensors": True} if gguf_file is None else _unpacked())
@@ -66,6 +71,9 @@ def load_model(
     )
     require_all_weights(model, found, source)
     assert isinstance(model, nn.Module)
+    if gguf_file is None:
+        folder = source.folder()
+        warn_of_unused(model, folder, stored_names(folder))
     return model.eval()
 
 

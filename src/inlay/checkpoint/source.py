@@ -93,6 +93,14 @@ class Source:
             + "; save it with save_pretrained, or name a GGUF file with --gguf-file"
         )
 
+    def folder(self, *, download: bool = False) -> Path:
+        """Return the folder of the files; for a name on the hub, that in the cache."""
+        if self.is_folder:
+            return Path(self.place)
+        from huggingface_hub import snapshot_download
+
+        return Path(self.read(lambda: snapshot_download(self.place, local_files_only=not download)))
+
     def may_have_tokenizer(self) -> bool:
         """Return False only for a folder that has no file of a tokenizer."""
         if not self.is_folder or self.gguf_file is not None:

@@ -5,7 +5,6 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from inlay.checkpoint.loading import (
     require_full_precision,
 )
 from inlay.checkpoint.source import Source
+from inlay.checkpoint.unused import sources_by_target, warn_of_unused
 from inlay.checkpoint.weight_files import WeightFiles
 from inlay.errors import CheckpointError
 from inlay.fingerprints import fingerprints, weights_in
@@ -39,7 +39,9 @@ class StoredModel:
         self.model, self.files, self._loading = model, files, loading
         self.source = source
         self.reads: dict[str, int] = defaultdict(int)  # how often each stored tensor was read
-        self._sources = _sources_by_target(model, files, loading)
+        mapping = loading.weight_mapping or []
+        self._sources = sources_by_target(model, files.tensors, mapping)
+        warn_of_unused(model, files.folder, files.tensors, mapping)
         self._tie_equal_weights()
         self._parameters = _with_own_parameters(model)
         first = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -71,7 +73,7 @@ class StoredModel:
         config = source.config()
         require_full_precision(config, source.place)
         source.require_safetensors()
-        files = WeightFiles(_folder_of(source))
+        files = WeightFiles(source.folder(download=source.download))
         model, loading = source.read(lambda: _built(config, source, files, chosen))
         return cls(model, files, loading, source)
 
@@ -195,16 +197,6 @@ class _Unread:
         return tensor if self._mapped else tensor.clone()
 
 
-def _folder_of(source: Source) -> Path:
-    if source.is_folder:
-        return Path(source.place)
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        source.read(lambda: snapshot_download(source.place, local_files_only=not source.download))
-    )
-
-
 def _built(
     config: Any, source: Source, files: WeightFiles, dtype: str | torch.dtype
 ) -> tuple[nn.Module, Any]:
@@ -257,27 +249,6 @@ def _find_generation_config(model: Any, source: Source) -> None:
             model.generation_config = GenerationConfig.from_pretrained(
                 source.place, local_files_only=not source.download
             )
-
-
-def _sources_by_target(model: Any, files: WeightFiles, loading: Any) -> dict[str, list[str]]:
-    """Map names in the model to the stored tensors that they are made of.
-
-    Of several that are made together, the first stands for all.
-    """
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = loading.weight_mapping or []
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    state = model.state_dict()
-    found: dict[str, list[str]] = {}
-    for name in files.tensors:
-        target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
-        if target not in state and name in state:
-            target, _ = rename_source_key(name, [], [], model.base_model_prefix, state)
-        if target in state:
-            found.setdefault(target, []).append(name)
-    return found
 
 
 def _with_own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from inlay.errors import CheckpointError, ConfigurationError
 from inlay.fingerprints import fingerprints
 
-__all__ = ["StoredTensor", "WeightFiles"]
+__all__ = ["StoredTensor", "WeightFiles", "require_shards", "stored_names"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -102,27 +102,59 @@ class WeightFiles:
             yield read
 
 
+def require_shards(folder: Path) -> None:
+    """Refuse an index that names files outside of the folder, or files that are missing."""
+    if (folder / _INDEX).exists() and not (folder / _SINGLE).exists():
+        _expected(folder)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Return the names of all tensors in the files of a model; none if it has other files."""
+    if not any((folder / name).exists() for name in (_SINGLE, _INDEX)):
+        return set()
+    names: set[str] = set()
+    for file in _expected(folder):
+        with safe_open(file, framework="pt") as opened:
+            names.update(opened.keys())
+    return names
+
+
+def _leads_outside(file: str) -> bool:
+    """Return whether the text of a path leaves its folder; links of a cache may lead anywhere."""
+    parts = file.replace("\\", "/").split("/")
+    return file.startswith(("/", "\\")) or ".." in parts or ":" in parts[0]
+
+
 def _expected(folder: Path) -> dict[Path, set[str]]:
     """Return the files of a model, and the tensors that its index, if it has one, expects there."""
     index = folder / _INDEX
+    if (folder / _SINGLE).exists():
+        return {folder / _SINGLE: set()}  # transformers prefers it to an index, too
     if not index.exists():
-        if (folder / _SINGLE).exists():
-            return {folder / _SINGLE: set()}
         raise ConfigurationError(
             f"{folder} has neither {_SINGLE} nor {_INDEX}; save the model with save_pretrained"
         )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files: dict[Path, set[str]] = {}
+        outside: dict[str, str] = {}
         for name, file in weight_map.items():
             files.setdefault(folder / file, set()).add(name)
+            if _leads_outside(file):
+                outside[name] = file
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of weights: {error}") from error
+    if outside:
+        name, file = next(iter(outside.items()))
+        raise CheckpointError(
+            f"{index} says that {name} is in {file}, outside of the model's folder; an index may "
+            "name files of its own folder only. Copy or download the model again"
+        )
     missing = sorted(str(file) for file in files if not file.is_file())
     if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"{missing[0]} is missing, and {len(missing) - 1} more files of {_INDEX}; copy or "
-            "download the whole model"
+            f"{missing[0]}{more}, named in {_INDEX}, is missing; copy or download the whole model"
         )
     return dict(sorted(files.items()))
 

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,6 +151,7 @@ def calibrate(
     if offload_activations:
         raise typer.BadParameter("needs --stream", param_hint="--offload-activations")
     from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
+    from inlay.statistics.rank_files import remove_all
     from inlay.workflow.run import calibrate as calibrate_model
 
     # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
@@ -171,7 +171,7 @@ def calibrate(
     except KeyboardInterrupt:
         interrupted(statistics, "statistics")
     if is_first():
-        shutil.rmtree(statistics, ignore_errors=True)  # the checkpoint holds them now
+        remove_all(statistics)  # the checkpoint holds them now
     if is_first() and not quiet:
         show_result(run, out)
 

@@ -15,12 +15,19 @@ from pathlib import Path
 
 from inlay.collectives import from_all_ranks
 from inlay.errors import ConfigurationError
+from inlay.files import remove_work_folder
 from inlay.ranks.division import Part
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import FILE_NAME, StoredStatistics
 
-__all__ = ["KeptFiles", "file_name", "kept_files", "remove_files"]
+__all__ = ["KeptFiles", "file_name", "kept_files", "names_in", "remove_all", "remove_files"]
 
+_WRITTEN = tuple(
+    f"{name}{ending}"
+    for name in ("statistics", "rank-*-of-*")
+    for ending in (".safetensors", ".json")
+)
+_PARTIAL = tuple(f".{name}.*.partial" for name in _WRITTEN)  # of a killed run
 _RANK_FILE = re.compile(r"rank-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -66,12 +73,17 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
         (folder / name).with_suffix(".json").unlink(missing_ok=True)
 
 
+def remove_all(folder: Path) -> None:
+    """Remove the folder of a run that is done, but for files that Inlay did not write."""
+    remove_work_folder(folder, *_WRITTEN, *_PARTIAL)
+
+
 def kept_files(folder: Path, part: Part) -> KeptFiles:
     """Find the files of a folder, and agree with all processes on who takes which.
 
     Not every process need see the same folder: on several machines each may have its own.
     """
-    names = _names_in(folder)
+    names = names_in(folder)
     of_ranks = from_all_ranks(
         {name: StoredStatistics.data_seen_in(folder / name) for name in names}
     )
@@ -89,7 +101,8 @@ def kept_files(folder: Path, part: Part) -> KeptFiles:
     )
 
 
-def _names_in(folder: Path) -> list[str]:
+def names_in(folder: Path) -> list[str]:
+    """Return the names of files that processes keep statistics in."""
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     return [name for name in found if name == FILE_NAME or _RANK_FILE.fullmatch(name)]
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
 from inlay.errors import CheckpointError, GraphError
+from inlay.files import remove_written
 from inlay.ranks.identity import rank
 from inlay.streaming.stages import Started
 
@@ -43,6 +43,7 @@ class Activations:
         self._values: dict[_Key, dict[str, Any]] = {}  # what is kept for one stage alone
         self._lasting: dict[_Key, dict[str, str]] = {}  # digests of values by name
         self._shared: dict[str, torch.Tensor] = {}  # by digest, if they are in memory
+        self._verified: set[str] = set()  # digests of shared values that were read back
         self._checks: dict[str, int] = {}  # checksums of the files of the newest generation
 
     def of(self, batch: int, stage: int, *, equalized: bool = False) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Activations:
 
     def drop(self, stage: int) -> None:
         """Delete a generation that nobody reads any more."""
-        shutil.rmtree(self._generation(stage), ignore_errors=True)
+        remove_written(self._generation(stage), "*.safetensors")
 
     def restore(
         self,
@@ -117,6 +118,9 @@ class Activations:
                     "changed; remove the folder and start anew"
                 )
             own = self._read(key, stage)
+            for digest in self._lasting[key].values():
+                if digest not in self._verified:
+                    self._verify(digest)
             if self._in_memory:
                 self._values[key] = own
 
@@ -130,10 +134,8 @@ class Activations:
 
     def _keep_lasting(self, value: torch.Tensor) -> str:
         packed, layout = _packed(value)
-        content = hashlib.blake2b(json.dumps([layout, str(value.dtype)]).encode(), digest_size=16)
-        content.update(_bytes_of(packed))
-        digest = content.hexdigest()
-        file = self.folder / _LASTING / f"{digest}.safetensors"
+        digest = _digest_of(packed, layout)
+        file = self._lasting_file(digest)
         if self._on_disk and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             partial = file.with_suffix(f".{rank()}.partial")  # another rank may write the same
@@ -143,11 +145,24 @@ class Activations:
             self._shared.setdefault(digest, value)
         return digest
 
+    def _verify(self, digest: str) -> None:
+        """Refuse a shared value that is not the one that the interrupted run had kept."""
+        file = self._lasting_file(digest)
+        tensors, text = _load(file)
+        if _digest_of(tensors["value"], json.loads(text)) != digest:
+            raise CheckpointError(
+                f"{file}, a value that an interrupted run had kept, was changed; remove the "
+                "folder and start anew"
+            )
+        self._verified.add(digest)
+
+    def _lasting_file(self, digest: str) -> Path:
+        return self.folder / _LASTING / f"{digest}.safetensors"
+
     def _share(self, digest: str) -> torch.Tensor:
         if digest in self._shared:
             return self._shared[digest]
-        file = self.folder / _LASTING / f"{digest}.safetensors"
-        tensors, text = _load(file)
+        tensors, text = _load(self._lasting_file(digest))
         value = _unpacked(tensors["value"], json.loads(text))
         if self._in_memory:
             self._shared[digest] = value
@@ -228,6 +243,13 @@ def _unpacked(packed: torch.Tensor, layout: Sequence[Sequence[int]]) -> torch.Te
     sizes, order = layout
     inverse = [order.index(dim) for dim in range(len(order))]
     return packed.permute(inverse).expand(sizes) if order else packed
+
+
+def _digest_of(packed: torch.Tensor, layout: Sequence[Sequence[int]]) -> str:
+    """Return a digest of a value and its layout."""
+    content = hashlib.blake2b(json.dumps([layout, str(packed.dtype)]).encode(), digest_size=16)
+    content.update(_bytes_of(packed))
+    return content.hexdigest()
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

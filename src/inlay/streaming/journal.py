@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,15 +12,32 @@ from inlay.checkpoint.shards import file_name
 from inlay.checkpoint.shared_shard import digest_of
 from inlay.collectives import from_all_ranks
 from inlay.errors import CheckpointError, ConfigurationError
-from inlay.files import partial_name, remove_partial_files, require_writable, write_atomically
+from inlay.files import (
+    partial_name,
+    remove_partial_files,
+    remove_work_folder,
+    remove_written,
+    require_writable,
+    write_atomically,
+)
 from inlay.fingerprints import difference
 from inlay.ranks.division import Part
 from inlay.ranks.identity import is_first
+from inlay.workflow.resuming import JOURNAL, nothing_to_resume
 
-__all__ = ["Journal", "Written", "work_folder"]
+__all__ = ["Journal", "Written", "require_journal", "work_folder"]
 
-_FILE = "journal.json"
 _VERSION = 3
+_VALUES = ("before-*/*.safetensors", "lasting/*.safetensors", "lasting/*.partial")
+# What a run leaves in its folder, where the checkpoint is no longer when it is done.
+_WRITTEN = (
+    JOURNAL,
+    ".journal.json.*.partial",
+    "checkpoint/.*.partial",
+    *(f"regions/*/{name}" for name in ("qparams.safetensors", "statistics.*", "shown.json")),
+    "regions/*/.*.partial",
+    *(f"{place}/{name}" for place in ("activations", "comparing/*") for name in _VALUES),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +86,7 @@ class Journal:
 
     def _open(self, resume: bool) -> None:
         require_writable(self.folder)
-        found = (self.folder / _FILE).exists()
+        found = (self.folder / JOURNAL).exists()
         if found and not resume:
             raise ConfigurationError(
                 f"{self.folder} holds the work of an interrupted run; continue it (resume=True, "
@@ -80,8 +96,8 @@ class Journal:
             self._restore()
             remove_partial_files(self.folder)
         else:
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that had finished nothing
-            self.checkpoint.mkdir(parents=True)
+            self._remove_leftovers()
+            self.checkpoint.mkdir(parents=True, exist_ok=True)
             self._save()
 
     def region_folder(self, number: int) -> Path:
@@ -98,7 +114,19 @@ class Journal:
         self._save()
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove what the run has written here, and leave what somebody else has."""
+        remove_work_folder(self.folder, *_WRITTEN)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a run left that was killed before it noted or after it removed its journal.
+
+        :raises ConfigurationError: if there are files that would become part of the checkpoint
+        """
+        remove_written(self.folder, *_WRITTEN)  # the end of the run names what stays
+        if self.checkpoint.exists() and any(self.checkpoint.iterdir()):
+            raise ConfigurationError(
+                f"{self.checkpoint} holds files of an unknown run; remove or rename it"
+            )
 
     def _save(self) -> None:
         content = {
@@ -107,10 +135,10 @@ class Journal:
             "decision": self.decision,
             "written": [asdict(each) for each in self.written],
         }
-        write_atomically(self.folder / _FILE, json.dumps(content, indent=1))
+        write_atomically(self.folder / JOURNAL, json.dumps(content, indent=1))
 
     def _restore(self) -> None:
-        content = json.loads((self.folder / _FILE).read_text(encoding="utf-8"))
+        content = json.loads((self.folder / JOURNAL).read_text(encoding="utf-8"))
         if content.get("version") != _VERSION:
             raise ConfigurationError(
                 f"{self.folder} is of another version of Inlay; resume with that one, or remove it"
@@ -144,6 +172,12 @@ class Journal:
         names = [each for written in self.written for each in written.files]
         final = self.checkpoint / file_name(names.index(name), len(names))
         return final if final.exists() else self.checkpoint / name
+
+
+def require_journal(out: Path) -> None:
+    """Refuse to resume a run that has left no journal."""
+    if not (work_folder(out) / JOURNAL).exists():
+        raise nothing_to_resume(work_folder(out))
 
 
 def work_folder(out: Path) -> Path:

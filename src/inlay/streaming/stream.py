@@ -17,7 +17,7 @@ from inlay.ranks.together import together
 from inlay.recipe import Recipe
 from inlay.run_record import Record, Stages
 from inlay.statistics.data_seen import DataSeen
-from inlay.streaming.journal import Journal
+from inlay.streaming.journal import Journal, require_journal
 from inlay.streaming.peak import MemoryWatch
 from inlay.streaming.worker import Settings, Worker
 from inlay.workflow.calibration_run import Run
@@ -84,6 +84,8 @@ def stream(
     :param report: write a report
     """
     require_room(out, overwrite=overwrite)
+    if resume and is_first():
+        require_journal(Path(out))
     stages = Stages()
     with MemoryWatch() as memory:
         with stages("reading data"):

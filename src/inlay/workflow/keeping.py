@@ -20,6 +20,7 @@ from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import FILE_NAME, StoredStatistics
 from inlay.statistics.rank_files import KeptFiles, file_name, kept_files, remove_files
 from inlay.workflow.calibration_run import Run
+from inlay.workflow.resuming import nothing_to_resume
 
 __all__ = ["Keeper"]
 
@@ -59,6 +60,8 @@ class Keeper:
                 f"{self.folder} holds the statistics of an earlier run; continue it (resume=True, "
                 "--resume), or remove the folder"
             )
+        if resume and not any(from_all_ranks(bool(kept.own or kept.leftover))):
+            raise nothing_to_resume(self.folder)
         return self._resumed(kept, model, recipe, options)
 
     def _resumed(
