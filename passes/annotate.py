@@ -1,6 +1,5 @@
 """Find the ops that a recipe wants quantized."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -10,13 +9,16 @@ from inlay.graph import (
     PassResult,
     annotate,
     attention_states,
+    called_path,
     copy,
-    module_path,
+    parameter_reads,
     require_whole,
+    root_of,
+    tensor_of,
     transformed_nodes,
     weight_use,
 )
-from inlay.recipe import Plan, Slot
+from inlay.recipe import Locate, Plan, Slot
 
 __all__ = ["Annotate"]
 
@@ -30,11 +32,11 @@ class Annotate(Pass):
         y = linear(x, fc_weight)            y = linear(x, fc_weight)  # fc.weight, fc.input
         return y                            return y
 
-    An op is matched by the weight it uses, by identity and not by name, so a module that is called
-    twice is one module, tied weights are one weight, and a linear op over any other tensor is left
-    alone. Attention has no weight of its own and is matched by the module it was traced in, whose
-    name is known from a weight beside it. An op under `vmap` or `grad` is left alone: a state
-    cannot be written to from there.
+    An op is matched by the weight it uses, by identity and not by name. So a module that is called
+    twice is one module, and a linear op over any other tensor is left alone. Where several modules
+    share a weight, the module that was called tells whose slots an op has. Attention has no weight
+    of its own and is matched by the module it was traced in. An op under `vmap` or `grad` is left
+    alone: a state cannot be written to from there.
     """
 
     plan: Plan
@@ -45,53 +47,32 @@ class Annotate(Pass):
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
         modified = False
-        located = self._locator(gm)
+        located = _locator(gm, self.plan)
         transformed = transformed_nodes(gm.graph.nodes)
         for node in gm.graph.nodes:
             slots = {} if node in transformed else self._slots(gm, node, located)
             modified |= annotate(node, slots)
         return PassResult(gm, modified)
 
-    def _slots(self, gm: GraphModule, node: Node, located: Callable[[str], str]) -> dict[str, Slot]:
-        use = weight_use(gm, node)
+    def _slots(self, gm: GraphModule, node: Node, located: Locate) -> dict[str, Slot]:
+        use, path = weight_use(gm, node), called_path(node)
+        name = None if path is None else located(path)
         if use is not None:
-            owner = self.plan.owner(use.weight, use.kind)
+            owner = self.plan.owner(use.weight, use.kind, name)
             return {} if owner is None else _with_importance(self.plan.of_module(owner))
-        if attention_states(node) is not None:
-            path = module_path(node)
-            return {} if path is None else self.plan.of_module(located(path))
+        if name is not None and attention_states(node) is not None:
+            return self.plan.of_module(name)
         return {}
 
-    def _locator(self, gm: GraphModule) -> Callable[[str], str]:
-        """From names in the trace to names in the model.
 
-        A part of the model may be traced, or more than it, or one block that stands for many.
-        """
-        moves = []
-        for node in gm.graph.nodes:
-            use, path = weight_use(gm, node), module_path(node)
-            owner = None if use is None else self.plan.owner(use.weight, use.kind)
-            if owner is not None and path is not None:
-                moves.append(_move(path.split("."), owner.split(".")))
-        # Modules that share a weight go by the name of one of them, which says nothing of others.
-        plain = [(old, new) for old, new in moves if not old or not new]
-        if not plain and len(set(moves)) != 1:
-            return lambda name: name
-        old, new = (plain or moves)[0]
-
-        def located(name: str) -> str:
-            inside = not old or name == old or name.startswith(f"{old}.")
-            rest = name.removeprefix(old).removeprefix(".")
-            return ".".join(filter(None, (new, rest))) if inside else name
-
-        return located
-
-
-def _move(traced: list[str], actual: list[str]) -> tuple[str, str]:
-    """What stands before the part that two names have in common, in either."""
-    while traced and actual and traced[-1] == actual[-1]:
-        traced, actual = traced[:-1], actual[:-1]
-    return ".".join(traced), ".".join(actual)
+def _locator(gm: GraphModule, plan: Plan) -> Locate:
+    """From names in the trace to names in the model."""
+    reads = (
+        (path, tensor)
+        for path, value in parameter_reads(gm)
+        if (tensor := tensor_of(gm, value) if isinstance(value, Node) else value) is not None
+    )
+    return plan.locator(reads, root_of(gm))
 
 
 def _with_importance(slots: dict[str, Slot]) -> dict[str, Slot]:

@@ -224,7 +224,7 @@ def forget() -> None:
 def test_statistics_are_those_of_hooks(make: Callable[[], Stack]) -> None:
     forget()
     model = make()
-    with Hooks.on(copy.deepcopy(model), Plan(model, STATIC), model) as hooks:
+    with Hooks.on(copy.deepcopy(model), Plan(model, STATIC)) as hooks:
         for value in X:
             hooks.model(value)
     forget()

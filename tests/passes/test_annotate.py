@@ -28,9 +28,28 @@ def test_module_called_twice_is_one_module() -> None:
     assert annotations(model) == [["fc.input", "fc.weight"]] * 2
 
 
-def test_tied_weights_are_one_weight() -> None:
+@pytest.mark.parametrize("how", TRACERS)
+def test_modules_that_share_a_weight_are_known_by_their_calls(how: str) -> None:
     model = Functional(lambda self, x: self.b(self.a(x)), a=linear(), b=linear())
     model.b.weight = model.a.weight
+    assert annotations(model, STATIC, how) == [["a.input", "a.weight"], ["b.input", "b.weight"]]
+    for ignored, left in ("ab", "ba"):
+        recipe = Recipe.from_preset("W8A8_STATIC", ignore=[ignored])
+        assert annotations(model, recipe, how) == [[f"{left}.input", f"{left}.weight"]]
+
+
+def test_a_shared_weight_that_a_function_uses() -> None:
+    """No module is called, so a quantized one stands for all."""
+    model = Functional(lambda self, x: F.linear(x, self.b.weight), a=linear(), b=linear())
+    model.b.weight = model.a.weight
+    assert annotations(model) == [["a.input", "a.weight"]]
+    recipe = Recipe.from_preset("W8A8_STATIC", ignore=["a"])
+    assert annotations(model, recipe) == [["b.input", "b.weight"]]
+
+
+def test_a_module_with_two_names_is_one_module() -> None:
+    model = Functional(lambda self, x: self.b(self.a(x)), a=linear(), b=linear())
+    model.b = model.a
     assert annotations(model) == [["a.input", "a.weight"]] * 2
 
 

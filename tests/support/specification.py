@@ -40,11 +40,9 @@ def quantized_copy(model: nn.Module, qparams: dict, recipe: Recipe) -> nn.Module
     """The model with folded weights, whose Linear modules quantize their inputs, by hooks."""
     (scheme,) = recipe.config.config_groups.values()
     model = copy.deepcopy(model)
-    owners: dict[int, str] = {}
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    owner_of = {name: owners.setdefault(id(m.weight), name) for name, m in modules.items()}
     for name, module in modules.items():
-        weight, inputs = (qparams.get(f"{owner_of[name]}.{part}") for part in ("weight", "input"))
+        weight, inputs = (qparams.get(f"{name}.{part}") for part in ("weight", "input"))
         if weight is not None:
             folded = fold_weight(module.weight, scheme.weights, weight)
             module.weight = nn.Parameter(folded, requires_grad=False)

@@ -59,9 +59,19 @@ class Backend:
         # Takes the graph of a model around its blocks, and what it gives is run in its place.
         self.arrange: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
         self.on_trace: Callable[[], None] | None = None  # called before a new graph runs
+        self.root: str | None = None  # the name of the block that runs; None outside of blocks
         self.is_rehearsing = False  # whether blocks are traced and prepared, and do not run
         self._warned = False
         self.__name__ = "inlay"
+
+    @contextmanager
+    def inside(self, block: str) -> Iterator[None]:
+        """Say which block runs meanwhile: one graph may serve blocks that share their weights."""
+        before, self.root = self.root, block
+        try:
+            yield
+        finally:
+            self.root = before
 
     def _forget(self, _: object) -> None:
         """Let go of statistics and folded weights when their calibration is gone."""

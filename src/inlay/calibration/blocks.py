@@ -62,6 +62,7 @@ class Blocks:
             cls: _marked(cls.__call__, call_block) for cls in classes if _is_called(cls)
         }
         run = {cls: self._compiled(cls.forward) for cls in classes}
+        self._names = weakref.WeakKeyDictionary({m: name for name, m in model.named_modules()})
         self._blocks = [
             Block(module, type(module).forward, run[type(module)], self._outputs)
             for module in model.modules()
@@ -136,8 +137,9 @@ class Blocks:
 
         compiled = torch.compile(run, backend=self._backend.compile_block, fullgraph=True)
 
-        def noted(*args: Any) -> Any:
-            result = compiled(*args)
+        def noted(block: nn.Module, *args: Any) -> Any:
+            with self._backend.inside(self._names[block]):
+                result = compiled(block, *args)
             self._has_run = True
             return result
 

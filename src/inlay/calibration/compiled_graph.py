@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
@@ -18,12 +18,14 @@ from inlay.graph import (
     Lookup,
     Source,
     attention_masks,
+    called_path,
     copy,
     equalizable,
     fake_value,
     inputs_of,
     is_region,
     label_inputs,
+    parameter_reads,
     repeated_graphs,
     tensor_of,
     weight_use,
@@ -73,12 +75,19 @@ class CompiledGraph:
         # Weights are operands of calls until these are inlined.
         self.gm = gm = InlineCalls()(self._with_regions(gm)).graph_module
         self.num_outputs = _num_outputs(gm)
-        uses = [weight_use(gm, node) for node in gm.graph.nodes]
-        kinds = {use.weight_node: use.kind for use in uses if use is not None}
-        self._weights = [
-            (position, kinds[node])
-            for position, node in enumerate(inputs_of(gm.graph))
-            if node in kinds
+        inputs = {node: position for position, node in enumerate(inputs_of(gm.graph))}
+        uses = ((weight_use(gm, node), called_path(node)) for node in gm.graph.nodes)
+        found = [(use, path) for use, path in uses if use is not None and use.weight_node in inputs]
+        # Modules that share a weight share an input: each use has a module of its own.
+        self._weights = list(
+            dict.fromkeys(
+                (inputs[use.weight_node], use.kind, path) for use, path in found if use.weight_node
+            )
+        )
+        self._reads = [
+            (path, inputs[value])
+            for path, value in parameter_reads(gm)
+            if isinstance(value, Node) and value in inputs
         ]
         self._parameters: list[int] | None = None  # positions; found with the first call
         self.variants: dict[Any, Variant] = {}
@@ -147,7 +156,7 @@ class CompiledGraph:
         statistics = bindings.statistics
         purpose = self.backend.pipelines.purpose
         parameters = (id(args[position]) for position in self._known_by(args))
-        key = (purpose, statistics.phase, *parameters)
+        key = (purpose, statistics.phase, self.backend.root, *parameters)
         bound = self._bound.get(key)
         if bound is None:
             modules = self.modules(args)
@@ -163,9 +172,11 @@ class CompiledGraph:
 
     def _known_by(self, args: Sequence[Any]) -> list[int]:
         """Positions of the arguments that tell for which modules the graph is called."""
-        if self.backend.bindings.statistics.plan.recipe.equalize is None:
-            return [position for position, _ in self._weights]
-        if self._parameters is None:  # equalization also scales norms and biases
+        plan = self.backend.bindings.statistics.plan
+        if plan.recipe.equalize is None and not plan.shares_weights:
+            return [position for position, _, _ in self._weights]
+        # Equalization also scales norms and biases, and these tell modules with one weight apart.
+        if self._parameters is None:
             self._parameters = [
                 position for position, arg in enumerate(args) if isinstance(arg, nn.Parameter)
             ]
@@ -180,7 +191,7 @@ class CompiledGraph:
         if statistics.is_final or statistics.is_second_run:
             key = (*key, *map(bindings.weights.equalized.is_changed, args))
         if key not in self.variants:
-            gm = label_inputs(self.gm, args)
+            gm = label_inputs(self.gm, args, self.backend.root)
             self._bind_regions(gm, args)
             self.variants[key] = self._compile(bindings, gm, modules)
         return self.variants[key]
@@ -205,7 +216,13 @@ class CompiledGraph:
     def modules(self, args: Sequence[Any]) -> tuple[str | None, ...]:
         """The modules whose weights are among the arguments."""
         plan = self.backend.bindings.statistics.plan
-        return tuple(plan.owner(args[position], kind) for position, kind in self._weights)
+        reads = ((path, args[position]) for path, position in self._reads)
+        tensors = ((path, arg) for path, arg in reads if isinstance(arg, torch.Tensor))
+        located = plan.locator(tensors, self.backend.root)
+        return tuple(
+            plan.owner(args[position], kind, path and located(path))
+            for position, kind, path in self._weights
+        )
 
     def _compile(
         self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]

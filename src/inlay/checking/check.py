@@ -112,7 +112,7 @@ def _observed_by_hooks(
     model: nn.Module, calibration: Calibration, batches: Sequence[Any]
 ) -> dict[str, Seen]:
     """What eager observers see in the model of a calibration, or in a copy of it."""
-    with Hooks.on(model, calibration.plan, calibration.model) as hooks:
+    with Hooks.on(model, calibration.plan) as hooks:
         for batch in batches:
             call(model, batch)
     return hooks.seen

@@ -40,28 +40,23 @@ class Hooks:
     modules that a recipe speaks of.
 
     :param model: the model of the plan, or a copy of it
-    :param original: the model of the plan, if that is another
     :ivar valid: which tokens of the next batch count, as its attention mask has them; None for all
     :ivar seen: what was observed, by slot
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, original: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
         self.valid: torch.Tensor | None = None
         self.seen: dict[str, Seen] = {}
         self._handles: list[RemovableHandle] = []
-        # Weights are known by identity, and a copy has its own.
-        modules = plan.modules_of(model if original is None else original)
         for name, module in model.named_modules():
-            self._observe(plan.owner(_weight(modules[name]), plan.kinds.get(name)), name, module)
+            self._observe(name, module)
         for name in dict.fromkeys(stack.experts for stack in plan.stacks.values()):
             self._observe_experts(name, LinearExperts(model.get_submodule(name), plan, name))
 
-    def _observe(
-        self, owner: str | None, name: str, module: nn.Module, of: LinearExperts | None = None
-    ) -> None:
-        """Observe a module. Of modules with the same weight, the owner's slots speak for all."""
-        slots = self.plan.of_module(owner) if owner is not None and name in self.plan.kinds else {}
+    def _observe(self, name: str, module: nn.Module, of: LinearExperts | None = None) -> None:
+        """Observe a module of the plan, which may share its weight with others."""
+        slots = self.plan.of_module(name) if name in self.plan.kinds else {}
         weight = slots.get("weight")
         for slot in (slots.get("input"), None if weight is None else weight.importance):
             if slot is not None and slot.is_observed:
@@ -74,7 +69,7 @@ class Hooks:
 
     def _observe_experts(self, name: str, experts: LinearExperts) -> None:
         for own, module in experts.linears.items():
-            self._observe(own, own, module, experts)
+            self._observe(own, module, experts)
         run = partial(self._run_beside, experts)
         experts_of_model = self.model.get_submodule(name)
         self._handles.append(experts_of_model.register_forward_pre_hook(run, with_kwargs=True))
@@ -120,17 +115,11 @@ class Hooks:
 
     @classmethod
     @contextmanager
-    def on(
-        cls, model: nn.Module, plan: Plan, original: nn.Module | None = None
-    ) -> Iterator["Hooks"]:
+    def on(cls, model: nn.Module, plan: Plan) -> Iterator["Hooks"]:
         """Observe a model for as long as the context lasts."""
-        hooks = cls(model, plan, original)
+        hooks = cls(model, plan)
         try:
             with torch.no_grad():
                 yield hooks
         finally:
             hooks.remove()
-
-
-def _weight(module: nn.Module) -> torch.Tensor | None:
-    return getattr(module, "weight", None)

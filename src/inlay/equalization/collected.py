@@ -1,6 +1,6 @@
 """The groups of a model, collected from its graphs, as far as all uses of a parameter agree."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -19,11 +19,13 @@ class CollectedGroups:
     or shared keeps its value if one of its uses could not make up for the scale.
 
     :param parameter: names a parameter of the model
-    :param module: names the quantized module that has a weight
+    :param modules: names the modules that multiply by a weight
     """
 
-    def __init__(self, parameter: Named, module: Named) -> None:
-        self._parameter, self._module = parameter, module
+    def __init__(
+        self, parameter: Named, modules: Callable[[torch.Tensor | None], Sequence[str]]
+    ) -> None:
+        self._parameter, self._modules = parameter, modules
         self._uses: dict[tuple[str, str], set[Group | None]] = {}
         self._groups: dict[Group, None] = {}
         self._refused: dict[str, str] = {}
@@ -34,9 +36,7 @@ class CollectedGroups:
         groups = [self._named(group, lookup) for group in found.groups]
         self._groups.update(dict.fromkeys(group for group in groups if group is not None))
         for source, reason in found.refused:
-            reader = self._module(lookup(source))
-            if reader is not None:
-                self._refused[reader] = reason
+            self._refused.update(dict.fromkeys(self._modules(lookup(source)), reason))
         for use in found.uses:
             name = self._parameter(lookup(use.source))
             if name is not None:
@@ -90,9 +90,13 @@ class CollectedGroups:
         readers, producers = [], []
         for source in found.readers:
             weight = lookup(source)
-            reader, name = self._module(weight), self._parameter(weight)
-            if reader is None or name is None:
+            modules, name = self._modules(weight), self._parameter(weight)
+            if len(modules) > 1:
+                reason = f"{', '.join(modules)} share one weight, and may read other values"
+                self._refused.update(dict.fromkeys(modules, reason))
+            if len(modules) != 1 or name is None:
                 return None
+            (reader,) = modules
             readers.append(reader)
             self._read_by(reader, name, found.experts)
         for producer in found.producers:

@@ -61,7 +61,7 @@ class Equalization:
         self.parameters = EqualizedParameters(model, plan)
         self.collected = CollectedGroups(
             self.parameters.name_of,
-            lambda weight: plan.owner(weight, "linear") or plan.owner(weight, "experts"),
+            lambda weight: plan.owners(weight, "linear") or plan.owners(weight, "experts"),
         )
         self._done: dict[Group, EqualizedGroup] = {}
         self._scales: dict[Group, Scales] = {}

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from inlay.graph.editing import copy
-from inlay.graph.meta import made_by, stamp
+from inlay.graph.meta import made_by, mark_root, stamp
 from inlay.torch_private import example_of, fake_mode_of
 
 __all__ = [
@@ -161,9 +161,14 @@ def tensor_of(gm: GraphModule, node: Any) -> torch.Tensor | None:
     return None
 
 
-def label_inputs(gm: GraphModule, inputs: Iterable[Any]) -> GraphModule:
-    """A copy whose inputs know the very tensors they are called with."""
+def label_inputs(gm: GraphModule, inputs: Iterable[Any], root: str | None = None) -> GraphModule:
+    """Return a copy whose inputs know the tensors that the graph is called with.
+
+    :param root: the name of the module that the graph runs, where it is known
+    """
     gm = copy(gm)
+    if root is not None:
+        mark_root(gm, root)
     for node, value in zip(inputs_of(gm.graph), inputs, strict=True):
         if isinstance(value, torch.Tensor):
             node.meta[_TENSOR] = weakref.ref(value)

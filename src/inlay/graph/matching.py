@@ -2,6 +2,7 @@
 
 import operator
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +25,10 @@ from inlay.torch_private import (
 __all__ = [
     "WeightUse",
     "attention_states",
+    "called_path",
     "is_linear",
     "module_path",
+    "parameter_reads",
     "replace_value",
     "replace_weight",
     "tensor_op",
@@ -313,3 +316,26 @@ def module_path(node: Node) -> str | None:
         return None
     # Dynamo starts the path with the variable that holds the root, such as L['self'].
     return _VARIABLE.sub("", str(list(stack.values())[-1][0]))
+
+
+def called_path(node: Node) -> str | None:
+    """The path of the module that an op is, or was traced in."""
+    return str(node.target) if node.op == "call_module" else module_path(node)
+
+
+def parameter_reads(gm: GraphModule) -> Iterator[tuple[str, Node | torch.Tensor]]:
+    """Yield the values that ops read, or the parameters of the modules that they call, with paths.
+
+    An input or attribute of the graph may be a parameter.
+    """
+    for node in gm.graph.nodes:
+        path = called_path(node)
+        if not path:
+            continue
+        if node.op == "call_module":
+            own = gm.get_submodule(str(node.target)).parameters(recurse=False)
+            yield from ((path, parameter) for parameter in own)
+        elif node.op not in ("placeholder", "get_attr", "output"):
+            for value in node.all_input_nodes:
+                if value.op in ("placeholder", "get_attr"):
+                    yield path, value

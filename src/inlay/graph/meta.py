@@ -15,7 +15,9 @@ __all__ = [
     "mark_equalizable",
     "mark_folded",
     "mark_observer",
+    "mark_root",
     "observes",
+    "root_of",
     "slots_of",
     "stamp",
 ]
@@ -25,6 +27,7 @@ _OBSERVES = "inlay_observes"  # the slots that an observe node observes
 _FOLDED = "inlay_folded"  # the base names of an op whose qparams are in the graph already
 _MADE_BY = "inlay_made_by"  # the pass that made a node
 _EQUALIZABLE = "inlay_equalizable"  # on the output: groups of the graph that can be equalized
+_ROOT = "inlay_root"  # on the output: the name of the module that the graph runs
 
 
 def stamp(node: Node, pass_name: str) -> Node:
@@ -86,3 +89,16 @@ def mark_equalizable(gm: GraphModule, found: Equalizable) -> None:
     """Write on the output, which every graph has, what can be equalized in it."""
     (output,) = gm.graph.find_nodes(op="output")
     output.meta[_EQUALIZABLE] = found
+
+
+def root_of(gm: GraphModule) -> str | None:
+    """The name of the module that the graph runs; None if it is not known."""
+    (output,) = gm.graph.find_nodes(op="output")
+    root: str | None = output.meta.get(_ROOT)
+    return root
+
+
+def mark_root(gm: GraphModule, root: str) -> None:
+    """Write on the output which module the graph runs: paths in the graph start there."""
+    (output,) = gm.graph.find_nodes(op="output")
+    output.meta[_ROOT] = root

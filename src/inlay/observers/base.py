@@ -219,8 +219,8 @@ class Observer(InternalModule, RegistryMixin):
 
     @staticmethod
     def fuse(observers: Iterable["Observer"]) -> None:
-        """Link observers so that they compute one global scale together."""
-        observers = list(observers)
+        """Link observers, and those that they are linked with, to compute one global scale."""
+        observers = {each for one in observers for each in (one, *one._fused_observers)}
         for observer in observers:
             observer._fused_observers.update(o for o in observers if o is not observer)
 

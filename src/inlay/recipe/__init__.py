@@ -1,6 +1,7 @@
 """Define what to quantize and how: recipes, the slots they lead to, and their description."""
 
 from inlay.recipe.describe import format_in_words, recipe_text, scheme_in_words
+from inlay.recipe.owners import Locate
 from inlay.recipe.plan import Plan
 from inlay.recipe.presets import preset_names
 from inlay.recipe.recipe import AUTO_STRENGTH, EXPERTS, Experts, Recipe, Strength
@@ -20,6 +21,7 @@ __all__ = [
     "EXPERTS",
     "IMPORTANCE",
     "Experts",
+    "Locate",
     "Plan",
     "Recipe",
     "Slot",

@@ -1,9 +1,7 @@
 """A recipe applied to a model: its slots, found by module and by weight."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
@@ -17,13 +15,19 @@ from compressed_tensors.utils.match import (
     match_targets,
 )
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from inlay.errors import ConfigurationError, ObservationError
-from inlay.observers import FUSED_LAYER_NAMES, flatten_for_calibration
+from inlay.errors import ConfigurationError
+from inlay.observers import FUSED_LAYER_NAMES
 from inlay.ranges.args import key_of
 from inlay.recipe.experts import ExpertLinear, ExpertStack, expert_stacks
+from inlay.recipe.owners import Locate, Owners
 from inlay.recipe.recipe import Recipe
+from inlay.recipe.requirements import (
+    require_fitting_weights,
+    require_matches,
+    require_one_scheme,
+    weight_of,
+)
 from inlay.recipe.served_experts import scheme_of_experts
 from inlay.recipe.slot import BASE_NAMES, Slot, channels_of
 
@@ -33,26 +37,16 @@ _KINDS = {"linear": nn.Linear, "embedding": nn.Embedding}
 
 
 class Plan:
-    """A recipe applied to a model: its slots by name, and its weights by identity.
-
-    Weights are known by identity because a compiled graph is called with the weights themselves:
-    one graph may serve many modules, whose names it cannot know.
-    """
+    """A recipe applied to a model: its slots by name, and the modules that own its weights."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
         self.slots: dict[str, Slot] = {}
         self.kinds: dict[str, str] = {}
         self.modules: set[str] = set()  # names of all modules
-        # Maps every weight of the model, targeted or not, to the names of the modules that have it.
-        self._owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._owners = Owners(model)
         for name, module in model.named_modules(remove_duplicate=False):
             self.modules.add(name)
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, torch.Tensor):
-                if weight not in self._owners:
-                    self._owners[weight] = []
-                self._owners[weight].append(name)
             kind = next((k for k, cls in _KINDS.items() if isinstance(module, cls)), None)
             if kind is not None:
                 self.kinds[name] = kind
@@ -64,12 +58,13 @@ class Plan:
         for stack in stacks:
             self.experts.update({name: ExpertLinear(w) for name, w in stack.members.items()})
         everything = self.modules_of(model)
-        _require_matches(everything, type(model).__name__, recipe)
+        require_matches(everything, type(model).__name__, recipe)
         for name, parts in _quantized_parts(model, recipe):
             self._add(name, parts)
         for _, alike in groupby(stacks, lambda stack: stack.experts):
             self._add_experts(list(alike))
-        _require_fitting_weights(everything, self.weight_slots())
+        require_fitting_weights(everything, self.weight_slots())
+        require_one_scheme(self.slots, lambda name: self.owners(weight_of(everything[name])))
         if recipe.equalize is not None and not any(True for _ in self.channel_slots()):
             raise ConfigurationError(
                 "the recipe equalizes the channels of inputs, but quantizes no Linear that reads "
@@ -97,12 +92,12 @@ class Plan:
         given = [(base_name, args) for base_name, args in parts if args is not None]
         for name in members:
             self.kinds[name] = "linear"
-            self._owners[self.experts[name].weight] = [name]
+            self._owners.add(name, self.experts[name].weight)
             self._add(name, given)
         for stack in stacks:
             self.stacks[stack.name] = stack
             self.kinds[stack.name] = "experts"
-            self._owners[stack.parameter] = [stack.name]
+            self._owners.add(stack.name, stack.parameter)
             for base_name, args in given:
                 self._stacked[f"{stack.name}.{base_name}"] = Slot(stack.name, base_name, args)
 
@@ -167,17 +162,38 @@ class Plan:
             if isinstance(value, torch.Tensor)
         }
 
-    def owner(self, weight: torch.Tensor | None, kind: str | None = None) -> str | None:
-        """Find the module of that kind with this weight: a quantized one, if several share it."""
-        names = [] if weight is None else self._names_of(weight)
-        if kind is not None:
-            names = [name for name in names if self.kinds.get(name) == kind]
-        # Among modules that share a weight, a quantized one stands for all.
+    def owner(
+        self, weight: torch.Tensor | None, kind: str | None = None, path: str | None = None
+    ) -> str | None:
+        """Find the module of a kind that has a weight.
+
+        :param path: tells which module is meant if several share the weight: the name of the one
+            that was called. If it is none of them, a quantized one stands for all.
+        """
+        names = self.owners(weight, kind)
+        if len(names) > 1 and path is not None:
+            called = self._owners.called(names, path)
+            if called is not None:
+                return called
         return min(names, key=lambda name: not self.of_module(name), default=None)
 
-    def _names_of(self, weight: torch.Tensor) -> list[str]:
-        known: Mapping[torch.Tensor, list[str]] = self._owners
-        return known.get(weight, [])
+    def owners(self, weight: torch.Tensor | None, kind: str | None = None) -> list[str]:
+        """Find all modules of a kind that share a weight."""
+        names = [] if weight is None else self._owners.having(weight)
+        return [name for name in names if kind is None or self.kinds.get(name) == kind]
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether several modules have one parameter, such as an embedding and a tied head."""
+        return self._owners.is_any_shared
+
+    def locator(self, reads: Iterable[tuple[str, torch.Tensor]], root: str | None = None) -> Locate:
+        """Return a function from paths in a trace to names in the model.
+
+        :param reads: parameters that were read, and the paths of the modules that read them
+        :param root: the name of the module that was traced, if it is known
+        """
+        return self._owners.locator(reads) if root is None else lambda path: f"{root}.{path}"
 
     def of_module(self, module: str) -> dict[str, Slot]:
         """Return the slots of a module by base name."""
@@ -317,64 +333,3 @@ def _schemes_of(recipe: Recipe) -> dict[str, QuantizationScheme]:
     """The schemes of a recipe by target."""
     groups = recipe.config.config_groups.values()
     return {target: scheme for scheme in groups for target in scheme.targets}
-
-
-def _require_fitting_weights(modules: Mapping[str, nn.Module], slots: Iterable[Slot]) -> None:
-    """Refuse weights that cannot be divided as the recipe asks, before hours of calibration."""
-    problems = {}
-    for slot in slots:
-        weight = modules[slot.module].weight
-        assert isinstance(weight, torch.Tensor)
-        try:
-            flatten_for_calibration(weight.detach().to("meta"), "weight", slot.args)
-        except ObservationError as error:
-            problems[slot.module] = str(error).removeprefix("weight: ")
-    if problems:
-        alike: dict[str, list[str]] = {}
-        for name, problem in problems.items():
-            alike.setdefault(problem, []).append(name)
-        raise ConfigurationError(
-            "the recipe does not fit these weights: "
-            + "; ".join(f"{', '.join(names)}: {problem}" for problem, names in alike.items())
-        )
-
-
-def _require_matches(everything: Mapping[str, nn.Module], model: str, recipe: Recipe) -> None:
-    modules = list(everything.items())
-    targets = [t for scheme in recipe.config.config_groups.values() for t in scheme.targets]
-    ignored = recipe.config.ignore or []
-    for what, patterns in (("target", targets), ("ignore", ignored)):
-        missing = [
-            pattern
-            for pattern in patterns
-            if not any(is_match(name, module, pattern) for name, module in modules)
-        ]
-        if what == "ignore":
-            # Recipes are shared between models, so a pattern may be meant for another one.
-            shared = [pattern for pattern in missing if pattern.startswith("re:")]
-            if shared:
-                warnings.warn(
-                    f"ignore {', '.join(shared)} matches no module of {model}",
-                    stacklevel=4,
-                )
-            missing = [pattern for pattern in missing if pattern not in shared]
-        if missing:
-            known = {name for pair in modules for name in (pair[0], type(pair[1]).__name__)}
-            close = get_close_matches(missing[0], known, n=1)
-            hint = f"Did you mean {close[0]}? " if close else ""
-            raise ConfigurationError(
-                f"{what} {', '.join(missing)} matches no module of {model}. "
-                f"{hint}The model has {_overview(modules)}"
-            )
-
-
-def _overview(modules: list[tuple[str, nn.Module]]) -> str:
-    """List class names with an example each, to show what a target could have meant."""
-    classes: dict[str, list[str]] = {}
-    for name, module in modules:
-        if name:
-            classes.setdefault(type(module).__name__, []).append(name)
-    return "; ".join(
-        f"{cls} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"
-        for cls, names in sorted(classes.items())
-    )

@@ -14,6 +14,7 @@ from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.coverage import fill_experts, require_coverage
 from inlay.statistics.expert_weights import observe_expert_weights
 from inlay.statistics.on_disk import OTHER_WEIGHTS
+from inlay.statistics.value import merge
 
 __all__ = ["ACCEPTABLE", "finalize", "known_words", "qparams_of"]
 
@@ -179,15 +180,16 @@ class _Finalization:
         return {name: o for name, o in observers.items() if name not in set(unobserved)}
 
     def _weight_observers(self) -> dict[str, Observer]:
-        """Observers of weights that have not seen them yet; tied weights have one observer."""
-        observers = {slot.name: self._weight_observer(slot) for slot in self.plan.weight_slots()}
+        """Return observers that have not seen their weights yet; a shared weight has one."""
+        observers: dict[str, Observer] = {}
+        for names in self._tied(slot.name for slot in self.plan.weight_slots()).values():
+            slots = [self.plan.slots[name] for name in names]
+            observers.update(dict.fromkeys(names, self._weight_observer(slots)))
         self._fuse(observers)
-        for names in self._tied(observers).values():
-            observers.update(dict.fromkeys(names, observers[names[0]]))
         return observers
 
     def _tied(self, names: Iterable[str]) -> dict[tuple[int, str], list[str]]:
-        """Slots of the same weight, as long as it is quantized alike for all of them."""
+        """Group slots by the weight that they share, which is quantized once."""
         # All at once: a weight may be a view, and the next view may be made in its place.
         weights = {name: self.weight_of(self.plan.slots[name]) for name in names}
         tied: dict[tuple[int, str], list[str]] = {}
@@ -223,11 +225,14 @@ class _Finalization:
         assert known is not None, "a slot that was observed has statistics"
         return known.seen.device
 
-    def _weight_observer(self, slot: Slot) -> Observer:
-        observer = slot.make_observer()
-        known = None if slot.importance is None else self.statistics.of(slot.importance)
-        if known is not None and not known.is_empty:
-            for name, tensor in known.tensors.items():
+    def _weight_observer(self, slots: Sequence[Slot]) -> Observer:
+        """Make the observer of a weight, which knows the inputs of all modules that share it."""
+        observer = slots[0].make_observer()
+        inputs = (slot.importance for slot in slots)
+        known = (self.statistics.of(one) for one in inputs if one is not None)
+        seen = [each for each in known if each is not None and not each.is_empty]
+        if seen:
+            for name, tensor in merge(*seen).tensors.items():
                 setattr(observer, name, tensor.clone())
         return observer
 

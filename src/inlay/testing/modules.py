@@ -44,8 +44,16 @@ def _product(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
 
 @_step
 def _tied(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
-    """Two modules with the same weight."""
-    return self.tied(x) + self.layers[0](x * number)
+    """Two modules with the same weight, and different values."""
+    return self.tied(x * (number + 2)) + self.layers[1](x)
+
+
+@_step
+def _blocks(self: Any, x: torch.Tensor, y: torch.Tensor, number: int) -> Any:
+    """Two blocks with the same weights, which may run as graphs of their own."""
+    for block in self.blocks:
+        x = block(x * (number + 2))
+    return x
 
 
 @_step
@@ -164,6 +172,16 @@ class _Product(nn.Linear):
         return x @ self.weight.T + self.bias
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grown: torch.Tensor = self.second(self.first(x).relu())
+        return x + grown
+
+
 class GeneratedModule(nn.Module):
     """A model put together from steps, each by its name in `STEPS` and a number from 0 to 2.
 
@@ -184,6 +202,10 @@ class GeneratedModule(nn.Module):
             self.down = nn.Linear(8, _WIDTH)
         if "attention" in names:
             self.out = nn.Linear(_WIDTH, _WIDTH)
+        if "blocks" in names:
+            one, other = _Block(), _Block()
+            other.first.weight, other.second.weight = one.first.weight, one.second.weight
+            self.blocks = nn.ModuleList([one, other])
         if "embedding" in names:
             self.embed = nn.Embedding(8, _WIDTH)
         if "convolution" in names:
