@@ -32,6 +32,7 @@ from inlay.graph import (
 )
 from inlay.nodes.call_region import CallRegion
 from inlay.passes import InlineCalls
+from inlay.recipe import Locate
 
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
@@ -89,6 +90,7 @@ class CompiledGraph:
             for path, value in parameter_reads(gm)
             if isinstance(value, Node) and value in inputs
         ]
+        self._paths = list(dict.fromkeys(filter(None, map(called_path, gm.graph.nodes))))
         self._parameters: list[int] | None = None  # positions; found with the first call
         self.variants: dict[Any, Variant] = {}
         self._bound: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
@@ -160,6 +162,7 @@ class CompiledGraph:
         bound = self._bound.get(key)
         if bound is None:
             modules = self.modules(args)
+            statistics.unrecognised.update(self._called(args) - set(modules))
             variant = self._variant(bindings, modules, args)
             names = _renaming(variant.modules, modules)
             observers: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -215,14 +218,25 @@ class CompiledGraph:
 
     def modules(self, args: Sequence[Any]) -> tuple[str | None, ...]:
         """The modules whose weights are among the arguments."""
-        plan = self.backend.bindings.statistics.plan
-        reads = ((path, args[position]) for path, position in self._reads)
-        tensors = ((path, arg) for path, arg in reads if isinstance(arg, torch.Tensor))
-        located = plan.locator(tensors, self.backend.root)
+        plan, located = self.backend.bindings.statistics.plan, self._locator(args)
         return tuple(
             plan.owner(args[position], kind, path and located(path))
             for position, kind, path in self._weights
         )
+
+    def _called(self, args: Sequence[Any]) -> set[str]:
+        """Return the quantized modules with a weight that ran, matched or not."""
+        plan, located = self.backend.bindings.statistics.plan, self._locator(args)
+        return {
+            name
+            for name in map(located, self._paths)
+            if name in plan.kinds and plan.of_module(name)
+        }
+
+    def _locator(self, args: Sequence[Any]) -> Locate:
+        reads = ((path, args[position]) for path, position in self._reads)
+        tensors = ((path, arg) for path, arg in reads if isinstance(arg, torch.Tensor))
+        return self.backend.bindings.statistics.plan.locator(tensors, self.backend.root)
 
     def _compile(
         self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]

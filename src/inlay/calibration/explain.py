@@ -18,7 +18,7 @@ from inlay.graph import (
 )
 from inlay.nodes.observe import Observe
 from inlay.recipe import Plan, Slot
-from inlay.recipe.describe import format_in_words
+from inlay.recipe.describe import format_in_words, left_in_words
 from inlay.statistics.by_slot import StatisticsBySlot
 
 __all__ = ["dropout_in", "explain", "padding_problem"]
@@ -48,7 +48,8 @@ def explain(
         if observe.reason is not None
     }
     parts = [f"{len(slots)} slots, {statistics.phase}", "\n".join(lines), *sorted(opaque)]
-    parts += _left_alone(statistics.plan)
+    left = {**statistics.plan.experts_left, **statistics.plan.modules_left}
+    parts += left_in_words(left)
     enclosed = dict.fromkeys(str(one) for graph in graphs for one in _enclosed(statistics, graph))
     if enclosed:
         parts.append("\n".join(enclosed))
@@ -137,18 +138,6 @@ def _first_of_experts(plan: Plan) -> Iterator[Slot]:
     for slot in plan.slots.values():
         if slot.module not in plan.experts or slot.module.split(".")[-2] == "0":
             yield slot
-
-
-def _left_alone(plan: Plan) -> list[str]:
-    """Say which experts stay in full precision, layers with the same reason together."""
-    alike: dict[str, list[str]] = {}
-    for experts, reason in plan.experts_left.items():
-        alike.setdefault(reason, []).append(experts)
-    return [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} stay in full "
-        f"precision: {reason}"
-        for reason, names in alike.items()
-    ]
 
 
 def _shown(plan: Plan, slot: Slot) -> str:

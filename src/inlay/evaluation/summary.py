@@ -21,7 +21,7 @@ from inlay.evaluation.findings import layer_findings, slot_findings, unquantized
 from inlay.observers import Observer, QParamsDict
 from inlay.observers.histogram import HistogramObserver
 from inlay.ranges.float_histogram import Histogram
-from inlay.recipe import Plan, Slot, format_in_words, recipe_text, scheme_in_words
+from inlay.recipe import Plan, Slot, format_in_words, left_in_words, recipe_text, scheme_in_words
 from inlay.report.data import (
     EqualizedValue,
     Finding,
@@ -127,7 +127,7 @@ def _findings(
             if kind == "linear" and not statistics.plan.of_module(name)
         ],
     )
-    yield from _about_experts(statistics.plan)
+    yield from _about_modules_left(statistics.plan)
     yield from about_coverage(statistics)
     yield from _about_comparison(comparison)
     if any(s.distribution is not None and s.kind in "qkv" and s.scale_count > 1 for s in slots):
@@ -135,8 +135,10 @@ def _findings(
         yield Finding(severity="note", text=text)
 
 
-def _about_experts(plan: Plan) -> Iterable[Finding]:
-    """Report experts that stay as they are although the recipe may mean them."""
+def _about_modules_left(plan: Plan) -> Iterable[Finding]:
+    """Report what stays in full precision although the recipe may mean it."""
+    for text in left_in_words(plan.modules_left):
+        yield Finding(severity="warning", text=f"{text}.")
     left = plan.experts_left
     for reason in dict.fromkeys(left.values()):
         names = [name for name, own in left.items() if own == reason]

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from inlay.graph.inputs import tensor_of
 from inlay.graph.meta import made_by, stamp
+from inlay.recipe.recognition import SWAPS, TRANSPOSES
 from inlay.torch_private import (
     HigherOrderOperator,
     OpOverload,
@@ -177,7 +178,7 @@ def transposed_by(node: Any) -> Node | None:
     if not isinstance(node, Node):
         return None
     name = tensor_op(node)
-    if name not in _TRANSPOSES and name not in _SWAPS and name != "permute":
+    if name not in TRANSPOSES and name not in SWAPS and name != "permute":
         return None
     named = [node.kwargs[key] for key in _SOURCE_AND_DIMS if key in node.kwargs]
     given: list[Any] = [*node.args, *named]
@@ -186,18 +187,16 @@ def transposed_by(node: Any) -> Node | None:
         dims = list(dims[0])
     if not isinstance(source, Node):
         return None
-    if name in _TRANSPOSES:
+    if name in TRANSPOSES:
         return source
     if len(dims) != 2 or not all(isinstance(dim, int) for dim in dims):
         return None
     first, second = (dim % 2 if -2 <= dim < 2 else None for dim in dims)
-    swapped = {first, second} == {0, 1} if name in _SWAPS else (first, second) == (1, 0)
+    swapped = {first, second} == {0, 1} if name in SWAPS else (first, second) == (1, 0)
     return source if swapped else None
 
 
 _PRODUCTS = {"matmul", "mm", "linalg_matmul"}
-_TRANSPOSES = {"t", "T", "mT", "H", "mH", "adjoint"}
-_SWAPS = {"transpose", "swapaxes", "swapdims", "movedim", "moveaxis"}
 _SOURCE_AND_DIMS = (
     "input", "self", "dim0", "dim1", "axis0", "axis1", "source", "destination", "dims",
 )  # fmt: skip

@@ -1,6 +1,11 @@
 """Define what to quantize and how: recipes, the slots they lead to, and their description."""
 
-from inlay.recipe.describe import format_in_words, recipe_text, scheme_in_words
+from inlay.recipe.describe import (
+    format_in_words,
+    left_in_words,
+    recipe_text,
+    scheme_in_words,
+)
 from inlay.recipe.owners import Locate
 from inlay.recipe.plan import Plan
 from inlay.recipe.presets import preset_names
@@ -28,6 +33,7 @@ __all__ = [
     "Strength",
     "channels_of",
     "format_in_words",
+    "left_in_words",
     "make_observer",
     "preset_names",
     "recipe_text",

@@ -14,10 +14,26 @@ from compressed_tensors.quantization import (
 
 from inlay.recipe.recipe import Recipe
 
-__all__ = ["format_in_words", "recipe_text", "scheme_in_words"]
+__all__ = ["format_in_words", "left_in_words", "recipe_text", "scheme_in_words"]
 
 # Fields that do not say how to quantize, or are derived from the others.
 _STATE_OF_CONFIG = {"format", "global_compression_ratio", "quant_method", "quantization_status"}
+
+
+def left_in_words(left: Mapping[str, str]) -> list[str]:
+    """Say which modules stay in full precision, those with the same reason together.
+
+    :param left: the reasons by module
+    """
+    alike: dict[str, list[str]] = {}
+    for name, reason in left.items():
+        alike.setdefault(reason, []).append(name)
+    return [
+        f"{names[0]} stays in full precision: {reason}"
+        if len(names) == 1
+        else f"{names[0]} and {len(names) - 1:,} more stay in full precision: {reason}"
+        for reason, names in alike.items()
+    ]
 
 
 def format_in_words(args: QuantizationArgs, base_name: str) -> str:

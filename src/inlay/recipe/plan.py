@@ -1,6 +1,7 @@
 """A recipe applied to a model: its slots, found by module and by weight."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -19,9 +20,11 @@ from torch import nn
 from inlay.errors import ConfigurationError
 from inlay.observers import FUSED_LAYER_NAMES
 from inlay.ranges.args import key_of
+from inlay.recipe.describe import left_in_words
 from inlay.recipe.experts import ExpertLinear, ExpertStack, expert_stacks
 from inlay.recipe.owners import Locate, Owners
 from inlay.recipe.recipe import Recipe
+from inlay.recipe.recognition import problem_with_product
 from inlay.recipe.requirements import (
     require_fitting_weights,
     require_matches,
@@ -59,8 +62,12 @@ class Plan:
             self.experts.update({name: ExpertLinear(w) for name, w in stack.members.items()})
         everything = self.modules_of(model)
         require_matches(everything, type(model).__name__, recipe)
-        for name, parts in _quantized_parts(model, recipe):
+        # The second: why other modules stay as they are, although the recipe targets them.
+        self.modules_left: dict[str, str] = {}
+        for name, parts in _quantized_parts(model, recipe, self.modules_left):
             self._add(name, parts)
+        for text in left_in_words(self.modules_left):
+            warnings.warn(text, stacklevel=3)
         for _, alike in groupby(stacks, lambda stack: stack.experts):
             self._add_experts(list(alike))
         require_fitting_weights(everything, self.weight_slots())
@@ -288,9 +295,12 @@ class Plan:
 
 
 def _quantized_parts(
-    model: nn.Module, recipe: Recipe
+    model: nn.Module, recipe: Recipe, left: dict[str, str]
 ) -> Iterable[tuple[str, list[tuple[str, QuantizationArgs]]]]:
-    """Yield modules and their quantized parts, chosen as compressed-tensors chooses them."""
+    """Yield modules and their quantized parts, chosen as compressed-tensors chooses them.
+
+    :param left: takes the modules that are targeted and cannot be quantized, with the reason
+    """
     config = recipe.config
     attention: dict[str, list[tuple[str, QuantizationArgs]]] = {}
     if config.kv_cache_scheme is not None:
@@ -310,6 +320,11 @@ def _quantized_parts(
             if scheme.input_activations is not None:
                 attention[name] = [(part, scheme.input_activations) for part in ("q", "k", "v")]
         elif isinstance(module, tuple(_KINDS.values())):
+            assert isinstance(module, nn.Module)
+            problem = problem_with_product(module)
+            if problem is not None:
+                left[name] = problem
+                continue
             parts = [
                 ("weight", scheme.weights),
                 ("input", scheme.input_activations),
@@ -322,11 +337,19 @@ def _quantized_parts(
             is_match(name, module, target) and not target.startswith("re:")
             for target in scheme.targets
         ):
-            raise ConfigurationError(
-                f"{name} is a {type(module).__name__}; only Linear, Embedding and attention "
-                "modules can be quantized"
-            )
+            raise ConfigurationError(f"{name} is a {type(module).__name__}; {_QUANTIZABLE}")
+        elif _holds_matrix(module):
+            left[name] = f"it is a {type(module).__name__}, and {_QUANTIZABLE}"
     yield from attention.items()
+
+
+_QUANTIZABLE = "only Linear, Embedding and attention modules can be quantized"
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    """Whether a module has a weight that it may multiply by."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() in (2, 3)
 
 
 def _schemes_of(recipe: Recipe) -> dict[str, QuantizationScheme]:

@@ -35,6 +35,8 @@ class StatisticsBySlot:
         self._of_all_ranks: dict[str, Statistics] | None = None
         # What slots would have seen of values that equalization scales, once that is decided.
         self.rescaled: dict[str, Statistics] = {}
+        # Modules that ran in a graph where no product with their weight was recognised.
+        self.unrecognised: set[str] = set()
         self.is_second_run = False  # over the data, which then flows through equalized weights
         # Statistics of a whole layer, for experts that are to have these instead of their own.
         self.replaced: dict[str, Statistics] = {}

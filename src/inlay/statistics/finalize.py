@@ -176,8 +176,19 @@ class _Finalization:
                 "Run batches that reach them, ignore their modules in the recipe, or leave them in "
                 'full precision with finalize(accept={"unobserved"})'
                 + _hint_for_attention(unobserved)
+                + self._hint_for_products(unobserved)
             )
         return {name: o for name, o in observers.items() if name not in set(unobserved)}
+
+    def _hint_for_products(self, unobserved: Iterable[str]) -> str:
+        modules = dict.fromkeys(self.plan.slots[name].module for name in unobserved)
+        ran = [name for name in modules if name in self.statistics.unrecognised]
+        if not ran:
+            return ""
+        return (
+            f". {', '.join(ran)} ran, but no product with the whole weight was recognised; "
+            "products are recognised in F.linear, and in matrix products with a transposed weight"
+        )
 
     def _weight_observers(self) -> dict[str, Observer]:
         """Return observers that have not seen their weights yet; a shared weight has one."""
