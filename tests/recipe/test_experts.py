@@ -287,7 +287,7 @@ def test_what_is_left_alone_is_said_with_its_reason(
     (left,) = plan.experts_left
     assert reason in plan.experts_left[left]
     shown = Calibration(model, recipe, compiler="eager").explain()
-    assert f"{left} stay in full precision: " in shown
+    assert f"{left} stays in full precision: " in shown
 
 
 def test_explain_shows_a_range_of_experts() -> None:

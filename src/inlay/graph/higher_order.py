@@ -144,7 +144,8 @@ def _slots(
     use = weight_use(gm, node)
     if use is not None:
         given = None if use.weight_node is None else known.get(use.weight_node)
-        owner = plan.owner(use.weight if given is None else given, use.kind)
+        weight = use.weight if given is None else given
+        owner = plan.owner(weight, use.kind, module_path(node))
         return [] if owner is None else list(plan.of_module(owner).values())
     path = module_path(node)
     if path is None or attention_states(node) is None:
