@@ -1,4 +1,4 @@
-"""The record of a run: its model, its data, and the time that each stage took."""
+"""The record of a run: its model and data, the time of each stage, and the check of its trace."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["Record", "Stages", "model_name"]
+__all__ = ["Agreement", "Record", "Stages", "model_name"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,37 @@ class Record:
     tokens: int = 0
     padding_tokens: int = 0
     stages: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Whether the traced graphs compute what the eager model does.
+
+    :param unknown: why that is not known; empty if it was checked
+    :param batch: what was run, in words
+    :param difference: norm of the difference of the outputs, relative to that of the eager ones
+    :param tolerance: the difference that rounding may explain
+    :param first: the first module whose outputs differ, if that was found
+    """
+
+    unknown: str = ""
+    batch: str = ""
+    difference: float = 0.0
+    tolerance: float = 0.0
+    first: str | None = None
+
+    def __bool__(self) -> bool:
+        return not self.unknown and self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.unknown:
+            return f"it was not checked that the traced model equals the eager one: {self.unknown}"
+        first = "" if self.first is None else f", first in {self.first}"
+        return (
+            f"the traced model {'computes' if self else 'does not compute'} what the eager one "
+            f"does: on {self.batch}, outputs differ by {self.difference:.2g} of their norm "
+            f"(tolerance {self.tolerance:.2g}){first}"
+        )
 
 
 @dataclass

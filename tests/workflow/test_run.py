@@ -12,7 +12,8 @@ from torch import nn
 
 from inlay import Calibration, Recipe, StoredStatistics, calibrate, stream
 from inlay.checking import check_calibration
-from inlay.errors import ConfigurationError, StatisticsError
+from inlay.errors import CheckError, ConfigurationError, StatisticsError
+from inlay.evaluation.summary import report_of
 from inlay.observers import Observer
 
 pytestmark = pytest.mark.slow
@@ -50,6 +51,7 @@ def test_it_ends_finalized_with_a_record() -> None:
         "reading data",
         "tracing and compiling",
         "calibrating",
+        "checking the trace",
         "searching ranges",
     ]
 
@@ -250,3 +252,74 @@ def test_a_model_in_training_mode_is_calibrated_in_evaluation_mode(training) -> 
     with pytest.raises(Exception, match="13"):
         calibrate(model, recipe, [(torch.randn(13, 8),)], compiler="eager", held_out=0)
     assert [module.training for module in model.modules()] == modes
+
+
+class Mistraced(nn.Module):
+    """It computes something else while it is traced, from `second` on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x.relu() if torch.compiler.is_compiling() else x)
+
+
+EIGHT = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+
+
+@pytest.mark.parametrize(
+    ("held_out", "what"), [(1, "a held-out sample"), (0, "the shortest calibration sample")]
+)
+def test_a_model_that_is_traced_wrongly_is_refused(held_out: int, what: str) -> None:
+    data = [(torch.randn(1, 8),) for _ in range(9)]
+    with pytest.raises(CheckError, match=rf"on {what}, outputs differ by 0\..*first in second"):
+        calibrate(Mistraced(), EIGHT, data, compiler="eager", held_out=held_out)
+    with pytest.warns(UserWarning, match="does not compute what the eager one does"):
+        found = calibrate(
+            Mistraced(), EIGHT, data, compiler="eager", held_out=held_out, accept=["mistraced"]
+        )
+    assert "does not compute what the eager one does" in found.explain()
+
+
+def test_the_check_of_the_trace_observes_nothing() -> None:
+    model = plain_llama()
+    random = torch.get_rng_state()
+    found = run(model, batches(model), held_out=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert found.agreement is not None
+    assert (bool(found.agreement), found.agreement.difference) == (True, 0)
+    assert {found.statistics.seen(slot) for slot in found.plan.activation_slots()} == {5}
+    manual = Calibration(model, STATIC, compiler="eager")
+    for one in batches(model):
+        manual.observe(**one)
+    assert_equal_qparams(manual.finalize(), found.qparams)
+
+
+class Random(Mistraced):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) + torch.randn(8))
+
+
+class Counting(Mistraced):
+    """It keeps state between calls."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.second(self.first(x)) * self.count
+
+
+@pytest.mark.parametrize("cls", [Random, Counting])
+def test_a_model_that_differs_from_itself_is_not_refused(cls: type[nn.Module]) -> None:
+    data = [(torch.randn(3, 8),) for _ in range(4)]
+    found = calibrate(cls(), EIGHT, data, compiler="eager", held_out=0)
+    assert found.agreement is not None
+    if not found.agreement:
+        assert "differs from itself" in found.explain()
+        finding = report_of(found).findings[-1]
+        assert "differs from itself" in finding.text
+    assert bool(found.agreement) == (cls is Random)  # random numbers are the same in both runs

@@ -30,6 +30,7 @@ from inlay.observers import QParamsDict
 from inlay.passes import PREPARE
 from inlay.ranks.together import together
 from inlay.recipe import Plan, Recipe, Slot
+from inlay.run_record import Agreement
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.finalize import finalize
@@ -75,6 +76,7 @@ class Calibration:
         self.last_batch = 0  # the number of the last batch of this rank, among those of all
         self.count_padding = count_padding
         self.show_progress = progress
+        self.agreement: Agreement | None = None  # of the traced model with the eager one
         self.equalization = Equalization(model, self.plan)
         weights = Weights(model, self.plan, self.equalization.parameters)
         self._bindings = Bindings(self.statistics, weights, self.equalization)
@@ -242,10 +244,7 @@ class Calibration:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Trace and prepare blocks without running them: a call of one raises RehearsedError.
-
-        Afterwards nothing is observed that was not before.
-        """
+        """Trace and prepare blocks, observing nothing: a call of one raises RehearsedError."""
         before = self.statistics.snapshot()
         self._observing.is_rehearsing = True
         try:
@@ -383,7 +382,8 @@ class Calibration:
 
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
-        return explain(self.statistics, self.graphs, self.tiers, self.equalization.described())
+        equalized = self.equalization.described()
+        return explain(self.statistics, self.graphs, self.tiers, equalized, self.agreement)
 
 
 def _call(run: Callable[..., Any], batch: Any) -> Any:

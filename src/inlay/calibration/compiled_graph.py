@@ -16,6 +16,7 @@ from inlay.calibration.pipelines import Pipelines, Purpose
 from inlay.calibration.tracing import Dropped
 from inlay.graph import (
     Lookup,
+    Pipeline,
     Source,
     attention_masks,
     called_path,
@@ -243,7 +244,9 @@ class CompiledGraph:
     ) -> Variant:
         pipelines, qparams = self._pipelines, bindings.statistics.qparams
         equalized = bindings.weights.equalized
-        if qparams is not None:
+        if pipelines.plain:
+            whole = Pipeline(())
+        elif qparams is not None:
             whole = pipelines.quantizing(qparams, equalized)
         elif bindings.statistics.is_second_run:
             whole = pipelines.observing_equalized(equalized)

@@ -19,6 +19,7 @@ from inlay.graph import (
 from inlay.nodes.observe import Observe
 from inlay.recipe import Plan, Slot
 from inlay.recipe.describe import format_in_words, left_in_words
+from inlay.run_record import Agreement
 from inlay.statistics.by_slot import StatisticsBySlot
 
 __all__ = ["dropout_in", "explain", "padding_problem"]
@@ -29,6 +30,7 @@ def explain(
     graphs: Iterable[CompiledGraph],
     tiers: Iterable[str] = (),
     equalization: Iterable[str] = (),
+    agreement: Agreement | None = None,
 ) -> str:
     """The slots as a table, what is equalized, how pieces run, then every distinct graph."""
     graphs = list(graphs)
@@ -50,6 +52,8 @@ def explain(
     parts = [f"{len(slots)} slots, {statistics.phase}", "\n".join(lines), *sorted(opaque)]
     left = {**statistics.plan.experts_left, **statistics.plan.modules_left}
     parts += left_in_words(left)
+    if agreement is not None:
+        parts.append(str(agreement))
     enclosed = dict.fromkeys(str(one) for graph in graphs for one in _enclosed(statistics, graph))
     if enclosed:
         parts.append("\n".join(enclosed))

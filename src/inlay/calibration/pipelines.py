@@ -34,7 +34,7 @@ class Pipelines:
     :param outputs: whether outputs of the model are wanted, and not only statistics
     :param count_padding: whether positions that the attention mask leaves out count all the same
     :param compare_layers: whether finalized graphs compare their layers instead of quantizing them
-    :param plain: whether finalized graphs are left as they were traced
+    :param plain: whether graphs are left as they were traced, in every phase
     """
 
     plan: Plan
@@ -73,8 +73,6 @@ class Pipelines:
 
         Observers are inserted here too: they say which slots share a scale.
         """
-        if self.plain:
-            return Pipeline(())
         qparams = self.plan.with_stacks(qparams)
         if self.compare_layers:
             return Pipeline.of(COMPARE, plan=self.plan, qparams=qparams, equalized=equalized)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from inlay.errors import CheckError
+from inlay.evaluation.traced import differ_by, tensors_in
 from inlay.observers import Observer
 from inlay.reductions import MAXIMUM, MINIMUM, reduction_of
 from inlay.statistics.functional import tensors_of
@@ -33,17 +34,6 @@ def rounding_of(model: nn.Module) -> float:
     """How far numbers of the model may differ, relatively, if they are summed in another order."""
     dtypes = {p.dtype for p in model.parameters() if p.dtype.is_floating_point}
     return max((8 * torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-
-
-def tensors_in(outputs: Any) -> list[torch.Tensor]:
-    """Tensors of numbers in what a model returns, without caches."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs] if outputs.is_floating_point() else []
-    if isinstance(outputs, Mapping):
-        outputs = [value for key, value in outputs.items() if key != "past_key_values"]
-    if isinstance(outputs, (tuple, list)):
-        return [tensor for value in outputs for tensor in tensors_in(value)]
-    return []
 
 
 def require_statistics(
@@ -87,12 +77,6 @@ def require_close(
         error = differ_by(one, other)
         if not error <= close:
             raise CheckError(f"{what} and {by} differ by {error:.2g} of the output's norm")
-
-
-def differ_by(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The norm of the difference of two outputs, as a part of that of the second."""
-    error, norm = (one.double() - other.double()).norm(), other.double().norm()
-    return 0.0 if bool(error == 0) else float(error / norm)
 
 
 def _agree(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

@@ -83,6 +83,7 @@ class Accepted(str, Enum):
     FEW_TOKENS = "few_tokens"
     UNFUSED = "unfused"
     OTHER_WEIGHTS = "other_weights"
+    MISTRACED = "mistraced"
 
 
 def file_option(name: str, *, help: str, panel: str) -> Any:

@@ -100,7 +100,7 @@ def _fail(error: Exception, debug: bool) -> NoReturn:
 
 def _with_options(text: str) -> str:
     """Turn advice for Python into advice for the command line."""
-    return re.sub(r'finalize\(accept=\{"(\w+)"\}\)', r"--accept \1", text)
+    return re.sub(r'(?:finalize|calibrate)\(accept=\{"(\w+)"\}\)', r"--accept \1", text)
 
 
 def _shortened(text: str) -> str:

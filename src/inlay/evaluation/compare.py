@@ -27,6 +27,7 @@ __all__ = [
     "compare",
     "counted_positions",
     "prepared",
+    "run_eagerly",
 ]
 
 Batch = Mapping[str, Any] | Sequence[Any]
@@ -68,7 +69,7 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
         for index, batch in enumerate(shown):
             rerun.bindings.batch.mask = counted_positions(model, batch)
             compares = index < LAYER_BATCHES
-            plain = rerun.comparing_layers(batch) if compares else _plain(model, batch)
+            plain = rerun.comparing_layers(batch) if compares else run_eagerly(model, batch)
             outputs.add(batch, plain, rerun.quantized(batch))
         layers = layer_errors(model, rerun.bindings)
     return Comparison(
@@ -99,7 +100,8 @@ def _require_finalized(model: nn.Module, calibration: Calibration) -> None:
             )
 
 
-def _plain(model: nn.Module, batch: Batch) -> Any:
+def run_eagerly(model: nn.Module, batch: Batch) -> Any:
+    """Run a batch through the model itself."""
     # Parts of the model may be compiled in place with the calibration's backend.
     with torch.compiler.set_stance("force_eager"):
         return model(**batch) if isinstance(batch, Mapping) else model(*batch)

@@ -31,7 +31,7 @@ from inlay.report.data import (
     Stage,
     UnequalizedValue,
 )
-from inlay.run_record import Record, model_name
+from inlay.run_record import Agreement, Record, model_name
 from inlay.statistics.by_slot import StatisticsBySlot
 
 __all__ = ["report_of", "slot_records"]
@@ -88,7 +88,7 @@ def report_of(
         changes=() if comparison is None else comparison.changes,
         layers=layers,
         slots=slots,
-        findings=tuple(_findings(model, statistics, slots, comparison)),
+        findings=tuple(_findings(model, statistics, slots, comparison, calibration.agreement)),
         equalized=tuple(
             EqualizedValue(
                 readers=each.group.readers,
@@ -112,6 +112,7 @@ def _findings(
     statistics: StatisticsBySlot,
     slots: tuple[SlotRecord, ...],
     comparison: Comparison | None,
+    agreement: Agreement | None,
 ) -> Iterable[Finding]:
     if comparison is not None:
         yield from comparison.findings
@@ -130,6 +131,7 @@ def _findings(
     yield from _about_modules_left(statistics.plan)
     yield from about_coverage(statistics)
     yield from _about_comparison(comparison)
+    yield from _about_agreement(agreement)
     if any(s.distribution is not None and s.kind in "qkv" and s.scale_count > 1 for s in slots):
         text = "Distributions of queries, keys and values combine all heads."
         yield Finding(severity="note", text=text)
@@ -162,6 +164,13 @@ def _about_comparison(comparison: Comparison | None) -> Iterable[Finding]:
             "changed; compare the two models by a measure of your own."
         )
         yield Finding(severity="warning", text=text)
+
+
+def _about_agreement(agreement: Agreement | None) -> Iterable[Finding]:
+    """Report a traced model that differs from the eager one, or was not compared with it."""
+    if agreement is not None and not agreement:
+        text = f"{str(agreement)[0].upper()}{str(agreement)[1:]}."
+        yield Finding(severity="note" if agreement.unknown else "warning", text=text)
 
 
 def slot_records(

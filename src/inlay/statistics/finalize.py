@@ -25,6 +25,7 @@ ACCEPTABLE = {
     "few_tokens": "experts that saw few tokens are quantized by these",
     "unfused": "layers that are served as one keep global scales of their own",
     OTHER_WEIGHTS: "stored statistics of a model with other weights are used",
+    "mistraced": "the traced model is calibrated although it differs from the eager one",
 }
 
 # Searching a histogram of 2 ** 16 bins takes about as long as a weight of 2 ** 22 elements.

@@ -15,7 +15,7 @@ from inlay.files import require_room
 from inlay.ranks.identity import is_first
 from inlay.ranks.together import together
 from inlay.recipe import Recipe
-from inlay.run_record import Record, Stages
+from inlay.run_record import Agreement, Record, Stages
 from inlay.statistics.data_seen import DataSeen
 from inlay.streaming.journal import Journal, require_journal
 from inlay.streaming.peak import MemoryWatch
@@ -110,6 +110,9 @@ def stream(
             compiler=compiler,
             count_padding=count_padding,
             progress=progress,
+        )
+        run.agreement = Agreement(
+            unknown="a streamed model is not in memory, so it cannot run eagerly"
         )
         own = dict(batches.numbered) if run.plan.needs_data else {}
         for batch in own.values():

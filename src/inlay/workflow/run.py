@@ -20,9 +20,11 @@ from inlay.ranks.together import look_around, together
 from inlay.recipe import Recipe
 from inlay.run_record import Stages, model_name
 from inlay.statistics.data_seen import DataSeen
+from inlay.statistics.finalize import known_words
 from inlay.statistics.on_disk import StoredStatistics
 from inlay.workflow.calibration_run import Run
 from inlay.workflow.keeping import Keeper
+from inlay.workflow.trace_check import check_trace
 
 __all__ = ["calibrate", "divided", "read_batches", "requantize", "require_data", "seen_with"]
 
@@ -95,7 +97,11 @@ def calibrate(
         progress=progress,
     )
     if run.plan.needs_data:
-        _observe_all(run, batches, keeper, count_padding)
+        known_words(accept)  # before hours of observing
+        shortest = _observe_all(run, batches, keeper, count_padding)
+        if is_first():
+            with stages("checking the trace"):
+                check_trace(run, shortest, accept=accept)
     with stages(_SEARCHING):
         run.finalize(accept=accept)
     run.data += divided(batches, run.data_parts)
@@ -159,11 +165,13 @@ def requantize(
     return run
 
 
-def _observe_all(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) -> None:
-    """Run the data, and once more if observers have to see inputs that are equalized by then."""
+def _observe_all(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) -> Any:
+    """Run the data, and once more if observers have to see inputs that are equalized by then.
+
+    :return: the shortest batch
+    """
     if not run.needs_second_run:  # or the second one was interrupted
-        _observe(run, batches, keeper, count_padding)
-        return
+        return _observe(run, batches, keeper, count_padding)
     if not batches.can_repeat:
         raise ConfigurationError(
             f"the data is run twice, as the observers of equalized inputs have to see them, and "
@@ -175,17 +183,20 @@ def _observe_all(run: Run, batches: Batches, keeper: Keeper, count_padding: bool
     with run.stages("equalizing"):
         run.equalize()
     keeper.begin_second_run(run)
-    _observe(run, batches, keeper, count_padding)
+    shortest = _observe(run, batches, keeper, count_padding)
     if run.data_seen != seen:
         raise StatisticsError(
             f"the data was not the same when it was run a second time: {run.data_seen.tokens} "
             f"tokens in {run.data_seen.batches} batches after {seen.tokens} in {seen.batches}; "
             "give data that can be read twice, such as a list"
         )
+    return shortest
 
 
-def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) -> None:
+def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) -> Any:
+    """Run the data, and return its shortest batch."""
     model = run.model
+    shortest: tuple[int, Any] | None = None
     checked = 0  # graphs that are known to leave out padding
     total = _count(batches)
     varying = varying_sizes(batches if total else ())
@@ -198,6 +209,8 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
                 bar.advance(0)
                 continue
             tokens, padding = count_tokens(batch)
+            if shortest is None or tokens < shortest[0]:
+                shortest = tokens, batch
             _run_timed(run, on_device_of(model, batch, varying))
             if padding and not count_padding and checked < len(run.graphs):
                 run.require_padding_left_out()
@@ -207,6 +220,7 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
             keeper.note(run, number, batch)
     keeper.require_all_met()
     require_data(DataSeen.of_all(from_all_ranks(run.data_seen)))
+    return None if shortest is None else shortest[1]
 
 
 def require_data(seen: DataSeen) -> None:
