@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import bert, llama, qwen3_moe
-from folders import assert_same_folder, tensors_in
+from folders import UNCHECKED, assert_same_folder, report_in, tensors_in
 from safetensors.torch import load_file, save_file
 from streaming_runs import batches, in_memory, stopping, streamed
 from transformers import AutoModelForCausalLM
@@ -38,6 +38,8 @@ def test_it_writes_what_a_run_in_memory_writes(folder: Path) -> None:
     for name, offload in (("streamed", False), ("offloaded", True)):
         found = streamed(folder, STATIC, data, name=name, offload_activations=offload, **options)
         assert_same_folder(found, expected)
+    texts = [str(report_in(place)["findings"]) for place in (found, expected)]
+    assert [UNCHECKED in text for text in texts] == [True, False]
     assert sorted(path.name for path in folder.parent.iterdir()) == [
         "in-memory",
         "model",

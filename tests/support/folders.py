@@ -35,6 +35,9 @@ def report_in(folder: Path) -> dict:
     return {key: value for key, value in report.items() if key not in changing}
 
 
+UNCHECKED = "It was not checked that the traced model equals the eager one"
+
+
 def assert_same_folder(one: Path, other: Path, *, but: Collection[str] = ()) -> None:
     """Tensors, statistics, configs and report are the same, bit for bit.
 
@@ -52,6 +55,8 @@ def assert_same_folder(one: Path, other: Path, *, but: Collection[str] = ()) -> 
     assert_same_statistics(one, other)
     if (one / "report.json").exists() or (other / "report.json").exists():
         found, expected = report_in(one), report_in(other)
+        for report in (found, expected):  # a run in memory checks its trace, a streamed one cannot
+            report["findings"] = [f for f in report["findings"] if UNCHECKED not in f["text"]]
         for key in expected.keys() - set(but):
             assert found[key] == expected[key], key
 

@@ -111,9 +111,6 @@ def stream(
             count_padding=count_padding,
             progress=progress,
         )
-        run.agreement = Agreement(
-            unknown="a streamed model is not in memory, so it cannot run eagerly"
-        )
         own = dict(batches.numbered) if run.plan.needs_data else {}
         for batch in own.values():
             run.data_seen = seen_with(run.data_seen, batch)
@@ -123,6 +120,9 @@ def stream(
         run.data += divided(batches, run.data_parts)
         if run.plan.needs_data:
             require_data(run.data_seen)
+            run.agreement = Agreement(
+                unknown="a streamed model is not in memory, so it cannot run eagerly"
+            )
         settings = Settings(
             max_shard_size=max_shard_size,
             accept=tuple(accept),
