@@ -105,7 +105,11 @@ def test_one_graph_and_qparams_of_the_peer(family: str) -> None:
 
 @pytest.mark.parametrize("preset", ["NVFP4", "FP8", "W4A16", "FP8_BLOCK"])
 def test_qparams_of_the_peer_for_other_schemes(preset: str) -> None:
-    fields = {"weights": {"group_size": 16}} if preset == "W4A16" else {}
+    groups = {"group_size": 16}
+    fields = {
+        "W4A16": {"weights": groups},
+        "FP8_BLOCK": {"weights": {"block_structure": [24, 16]}, "inputs": groups},
+    }.get(preset, {})
     model = llama()
     recipe = recipe_for(model, preset, **fields)
     batches = [batch(model, index) for index in range(BATCHES)]

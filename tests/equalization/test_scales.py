@@ -2,13 +2,18 @@
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inlay.equalization.group import Group, Producer
-from inlay.equalization.scales import Channels, Reader, Scales, scales_of
+from inlay.equalization.scales import Channels, Reader, Scales, _error, scales_of
+from inlay.nodes.quantize import fold_weight
+from inlay.recipe import make_observer
+from inlay.testing.strategies import MXFP4, MXFP8, NVFP4
 
 CHANNELS = 12
+INT8 = QuantizationArgs(num_bits=8)
 
 
 def lists_of(values: st.SearchStrategy[float]) -> st.SearchStrategy[torch.Tensor]:
@@ -30,7 +35,7 @@ groups = st.sampled_from(
 
 
 def reader(weight: torch.Tensor) -> Reader:
-    return Reader(weight=weight, weight_steps=255, input_steps=255)
+    return Reader(weight=weight, weight_args=INT8, input_args=INT8)
 
 
 def weight(columns: torch.Tensor) -> torch.Tensor:
@@ -90,6 +95,39 @@ def test_what_the_ends_of_the_scale_mean(
     torch.testing.assert_close(group.tie(high) / all_of_it, torch.ones_like(high))
     none_of_it = scales(group, -high, high, readers, 0.0).values
     torch.testing.assert_close(group.tie(columns) * none_of_it, torch.ones_like(high))
+
+
+INPUTS = {"int8": INT8, "float8": QuantizationArgs(type="float", num_bits=8)}
+WEIGHTS = {
+    "int8": QuantizationArgs(num_bits=8, strategy="channel"),
+    "float8": QuantizationArgs(type="float", num_bits=8),
+    "float8 by channel": QuantizationArgs(type="float", num_bits=8, strategy="channel"),
+    "mxfp8": QuantizationArgs(**MXFP8),
+    "mxfp4": QuantizationArgs(**MXFP4),
+    "nvfp4": QuantizationArgs(**NVFP4),
+}
+
+
+@pytest.mark.parametrize("outlier", [1.0, 20.0])
+@pytest.mark.parametrize("kind", [*INPUTS, *WEIGHTS])
+def test_the_estimated_error_is_that_of_quantizing(kind: str, outlier: float) -> None:
+    """Floating-point formats keep small values beside an outlier, integers do not."""
+    torch.manual_seed(0)
+    rows, value = torch.randn(64, 256), torch.randn(512, 256).sign() + torch.rand(512, 256) / 4
+    value[:, 0] *= outlier
+    channels = Channels(low=value.amin(0), high=value.amax(0), means=value.abs().mean(0))
+    for name, table in (("input", INPUTS), ("weight", WEIGHTS)):
+        args = table.get(kind)
+        if args is None:
+            continue
+        observed, other = (value, rows) if name == "input" else (rows, value)
+        given = {"weight_args": None, "input_args": None, f"{name}_args": args}
+        estimate = _error(channels, [Reader(weight=rows, **given)], torch.ones(256)) / 12
+        quantized = fold_weight(observed, args, make_observer(name, args)(observed).get_qparams())
+        squared = (quantized - observed).square()
+        squared = squared.sum(0) if name == "weight" else squared.mean(0)
+        other = other.square().sum(0) if name == "input" else other.square().mean(0)
+        assert 0.3 < estimate / float((squared * other).sum()) < 3
 
 
 @given(high=sizes, columns=sizes)

@@ -28,7 +28,7 @@ weights = st.integers(0, 9).map(
 
 
 def reader(weight: torch.Tensor) -> Reader:
-    return Reader(weight=weight, weight_steps=15, input_steps=None, weight_args=ARGS)
+    return Reader(weight=weight, weight_args=ARGS, input_args=None)
 
 
 def weighted_error(weight: torch.Tensor, scales: torch.Tensor, sizes: torch.Tensor) -> float:

@@ -83,13 +83,35 @@ def test_overrides() -> None:
     [
         ("W4A16", {"strategy": "channel"}, ("channel", None)),
         ("W8A8", {"group_size": 32}, ("group", 32)),
-        ("NVFP4A16", {"group_size": 32}, ("tensor_group", 32)),
+        ("NVFP4A16", {"group_size": 16}, ("tensor_group", 16)),
         ("FP8_BLOCK", {"strategy": "tensor"}, ("tensor", None)),
     ],
 )
 def test_changing_the_strategy(preset: str, change: dict, expected: tuple) -> None:
     weights = scheme(Recipe.from_preset(preset, weights=change)).weights
     assert (weights.strategy, weights.group_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "message"),
+    [
+        # compressed-tensors packs groups of 32 as MXFP4, with scales that are powers of two.
+        ("NVFP4A16", {"group_size": 32}, "float4 with strategy tensor_group of 32 .* NVFP4A16"),
+        ("MXFP4A16", {"scale_dtype": None}, "float4 .* scales in the dtype of the model"),
+        ("W4A16", {"type": "float", "zp_dtype": torch.float8_e4m3fn}, "float4 .* group of 128"),
+        ("W4A16", {"num_bits": 9}, "no number format int9; .* int8, .*float8"),
+    ],
+)
+def test_formats_that_nobody_stores_are_refused(preset: str, change: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Recipe.from_preset(preset, weights=change)
+
+
+@pytest.mark.parametrize("part", ["inputs", "outputs", "kv_cache"])
+def test_unknown_formats_are_refused_in_every_part(part: str) -> None:
+    unknown = {"num_bits": 6, "type": "float", "zp_dtype": torch.float8_e4m3fn}
+    with pytest.raises(ConfigurationError, match="no number format float6"):
+        Recipe.from_preset("FP8", **{part: unknown})
 
 
 def test_changing_the_bits_changes_the_zero_point() -> None:
@@ -191,6 +213,18 @@ def test_bad_yaml(text: str, message: str) -> None:
 def test_missing_file() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot read the recipe nowhere\.yaml"):
         Recipe.from_yaml("nowhere.yaml")
+
+
+def test_a_block_that_the_last_column_cuts_off_is_refused() -> None:
+    """Loaders accept such a checkpoint and fail when they run it. Rows may be cut off."""
+    blocks = {"weights": {"block_structure": [24, 16]}, "inputs": {"group_size": 16}}
+    Plan(llama(), Recipe.from_preset("FP8_BLOCK", ignore=["lm_head"], **blocks))
+    with pytest.raises(ConfigurationError, match=r"q_proj.*: 32 columns .* blocks of 128 columns"):
+        Plan(llama(), Recipe.from_preset("FP8_BLOCK", ignore=["lm_head"]))
+    with pytest.raises(ConfigurationError, match=r"q_proj.*: input: 32 columns .* groups of 128"):
+        Plan(llama(), Recipe.from_preset("FP8_BLOCK", **{**blocks, "inputs": None}))
+    left_out = ["lm_head", "re:.*mlp.*", "re:.*self_attn.*"]
+    assert not Plan(llama(), Recipe.from_preset("FP8_BLOCK", ignore=left_out)).slots
 
 
 @pytest.mark.parametrize(

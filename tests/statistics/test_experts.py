@@ -263,7 +263,7 @@ def test_rewinding_forgets_what_experts_saw_since() -> None:
         ("FP8", {}),
         ("FP8", {"observer": "memoryless_mse"}),
         ("FP8_DYNAMIC", {"observer": "memoryless_mse", "observer_kwargs": {"patience": 1}}),
-        ("FP8_BLOCK", {"block_structure": [48, 32]}),
+        ("FP8", {"strategy": "block", "block_structure": [48, 32]}),
         ("W4A16_ASYM", {"group_size": 32, "observer": "memoryless_mse"}),
         ("W4A16", {"group_size": 32, "observer": "imatrix_mse"}),
         ("NVFP4A16", {"observer": "memoryless_mse"}),

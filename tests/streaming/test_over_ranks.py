@@ -151,8 +151,12 @@ def test_each_writes_a_part_of_the_files_that_one_process_writes(
     ranks: Ranks, model: Path, preset: str
 ) -> None:
     """Also where a block takes several files, some of which hold tensors of one rank alone."""
-    weights = {} if preset == "FP8_BLOCK" else {"group_size": 32}
-    recipe = Recipe.from_preset(preset, ignore=["lm_head"], weights=weights)
+    groups = {"group_size": 32}
+    fields = {
+        "FP8_BLOCK": {"weights": {"block_structure": [24, 32]}, "inputs": groups},
+        "W4A16_ASYM": {"weights": groups},
+    }[preset]
+    recipe = Recipe.from_preset(preset, ignore=["lm_head"], **fields)
     options = {"max_shard_size": "3KB"}
     job = Job(model=model, out=model.parent / "out", recipe=recipe, options=options)
     found = on_all(ranks, job)

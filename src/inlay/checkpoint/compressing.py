@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationScheme
 
 from inlay.checkpoint.layers import QuantizedLayer
 from inlay.collectives import to_first_rank
+from inlay.formats.storage import storage_of
 from inlay.nodes.quantize import parts_by_rows
 from inlay.ranks.division import Part
 
@@ -16,19 +16,6 @@ __all__ = ["Block", "compressed_blocks", "compressed_weight", "pays_to_share"]
 
 Tensors = dict[str, torch.Tensor]
 Block = tuple[Tensors, list[QuantizedLayer]]  # tensors to write as they are, and quantized layers
-
-# Packing these takes a hundred times as long as sending the result. For others sharing saves
-# nothing: with two processes it took 1.2 times as long for int8, and 0.6 times for these.
-_SLOW = (CompressionFormat.nvfp4_pack_quantized.value, CompressionFormat.mxfp4_pack_quantized.value)
-# What these make of some rows of a weight is what they make of these rows in the whole.
-_BY_ROWS = (
-    *_SLOW,
-    CompressionFormat.mxfp8_quantized.value,
-    CompressionFormat.pack_quantized.value,
-    CompressionFormat.int_quantized.value,
-    CompressionFormat.float_quantized.value,
-    CompressionFormat.naive_quantized.value,
-)
 
 
 def compressed_weight(
@@ -39,7 +26,7 @@ def compressed_weight(
     :param state: the qparams of the layer, by their names in a checkpoint
     """
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    if scheme.weights is None or scheme.format not in _BY_ROWS:
+    if scheme.weights is None or not storage_of(scheme.format).by_rows:
         return dict(compressor.compress({"weight": weight, **state}, scheme))
     own = {name: tensor for name, tensor in state.items() if name.startswith("weight_")}
     parts: list[Tensors] = []
@@ -59,9 +46,9 @@ def compressed_weight(
 
 
 def pays_to_share(layers: Iterable[QuantizedLayer]) -> bool:
-    """Whether it takes less time if each process compresses a part, and sends it to the first."""
+    """Whether sharing saves time: each process compresses a part, and sends it to rank 0."""
     formats = (layer.scheme.format for layer in layers if layer.scheme is not None)
-    return any(known in _SLOW for known in formats)
+    return any(storage_of(each).is_slow for each in formats)
 
 
 def compressed_blocks(

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
@@ -32,6 +31,7 @@ from inlay.checkpoint.loading import require_full_precision
 from inlay.checkpoint.shards import Shards, size_in_bytes
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import ConfigurationError, StatisticsError
+from inlay.formats.storage import storage_of
 from inlay.observers import QParamsDict
 from inlay.progress import watched
 from inlay.recipe import Plan, Recipe
@@ -224,7 +224,7 @@ def _warn_of_experts(plan: Plan, config: QuantizationConfig) -> None:
     """
     experts = list(plan.experts_left)
     formats = {scheme.format for scheme in config.config_groups.values()}
-    if experts and formats - {CompressionFormat.float_quantized.value}:
+    if experts and not all(storage_of(each).plain_experts for each in formats):
         warnings.warn(
             f"{experts[0]} and {len(experts) - 1} more stay in full precision: "
             f"{plan.experts_left[experts[0]]}. transformers expects quantized experts in such a "

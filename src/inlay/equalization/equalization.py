@@ -6,7 +6,6 @@ from statistics import median_low
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from inlay.collectives import each_by_one_rank, from_all_ranks
@@ -280,9 +279,8 @@ class Equalization:
         slots = self.plan.of_module(name)
         return Reader(
             weight=weight,
-            weight_steps=_steps(slots["weight"].args) if "weight" in slots else None,
-            input_steps=_steps(slots["input"].args) if "input" in slots else None,
             weight_args=slots["weight"].args if "weight" in slots else None,
+            input_args=slots["input"].args if "input" in slots else None,
         )
 
     def _rescaled(
@@ -349,7 +347,7 @@ def _channels(group: Group, statistics: StatisticsBySlot) -> Channels | None:
 def _scales(
     group: Group, channels: Channels, readers: Sequence[Reader], strength: Strength
 ) -> Scales:
-    if all(reader.input_steps is None for reader in readers):
+    if all(reader.input_args is None for reader in readers):
         return activation_aware_scales_of(group, channels.means, readers, strength)
     return scales_of(group, channels, readers, strength)
 
@@ -372,10 +370,6 @@ def _require_same_strength(stored: StoredStatistics, plan: Plan) -> None:
             "ask for the same strength and observer, or calibrate again with data. With "
             "static_minmax statistics are stored that serve every strength"
         )
-
-
-def _steps(args: QuantizationArgs) -> int:
-    return int(2**args.num_bits - 1)
 
 
 def _together(group: Group, found: Sequence[EqualizedGroup]) -> EqualizedGroup:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 
 from inlay.equalization.group import Group
+from inlay.formats.numbers import IntegerGrid, format_of
 from inlay.recipe import AUTO_STRENGTH, Strength
 
 __all__ = ["Channels", "Reader", "Scales", "scales_of"]
@@ -45,17 +46,15 @@ class Channels:
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """A weight that reads a value, and how many steps it and its input have once quantized.
+    """A weight that reads a value, and how it and its input are quantized.
 
-    :param weight_steps: None if the weight is not quantized
-    :param input_steps: None if the input is not quantized
-    :param weight_args: how the weight is quantized
+    :param weight_args: None if the weight is not quantized
+    :param input_args: None if the input is not quantized
     """
 
     weight: torch.Tensor
-    weight_steps: int | None
-    input_steps: int | None
-    weight_args: QuantizationArgs | None = None
+    weight_args: QuantizationArgs | None
+    input_args: QuantizationArgs | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +108,46 @@ def _error(channels: Channels, readers: Sequence[Reader], scales: torch.Tensor) 
     (Squares of a few huge values, such as those of a first token, would speak for all tokens.)
     """
     channels = channels.divided(scales)
-    span = float(channels.high.amax().clamp(min=0) - channels.low.amin().clamp(max=0))
-    power = float(channels.means.square().sum())
     total = 0.0
     for reader in readers:
         rows = reader.weight.detach()[:: max(1, len(reader.weight) // _ROWS)]
         weight = rows.to(scales) * scales
         error = 0.0
-        if reader.input_steps is not None:
-            error += (span / reader.input_steps) ** 2 * float(weight.square().sum())
-        if reader.weight_steps is not None:
-            steps = 2 * weight.abs().amax(1) / reader.weight_steps
-            error += float(steps.square().sum()) * power
+        if reader.input_args is not None:
+            error += _input_error(channels, weight, reader.input_args)
+        if reader.weight_args is not None:
+            error += _weight_error(channels, weight, reader.weight_args)
         total += error * len(reader.weight) / len(rows)
     return total
+
+
+def _input_error(channels: Channels, weight: torch.Tensor, args: QuantizationArgs) -> float:
+    """Sum d² over channels and the rows that read them, for the steps d of an input."""
+    grid = format_of(args).grid
+    if isinstance(grid, IntegerGrid):
+        span = float(channels.high.amax().clamp(min=0) - channels.low.amin().clamp(max=0))
+        return (span / grid.steps) ** 2 * float(weight.square().sum())
+    scale = _largest_beside(channels.sizes, args) / grid.largest
+    squared = grid.squared_steps(channels.means.to(weight), scale.to(weight))
+    return float((squared * weight.square().sum(0)).sum())
+
+
+def _weight_error(channels: Channels, weight: torch.Tensor, args: QuantizationArgs) -> float:
+    """Sum d² over rows and channels of typical size, for the steps d of a weight."""
+    grid = format_of(args).grid
+    if isinstance(grid, IntegerGrid):
+        steps = 2 * weight.abs().amax(1) / grid.steps
+        return float(steps.square().sum()) * float(channels.means.square().sum())
+    scale = _largest_beside(weight.abs(), args) / grid.largest
+    squared = grid.squared_steps(weight, scale)
+    return float((squared * channels.means.to(weight).square()).sum())
+
+
+def _largest_beside(sizes: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """Return for each size the largest that shares a scale with it."""
+    if args.strategy == QuantizationStrategy.TENSOR:
+        return sizes.amax()
+    if args.group_size is None or sizes.shape[-1] % args.group_size:
+        return sizes.amax(-1, keepdim=True)
+    groups = sizes.reshape(*sizes.shape[:-1], -1, args.group_size)
+    return groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)

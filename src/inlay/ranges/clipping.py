@@ -7,11 +7,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle import fake_quantize
 
+from inlay.formats.numbers import format_of
 from inlay.ranges.candidates import error_dtype
 from inlay.ranges.float_histogram import Histogram
 from inlay.ranges.powers import power_in_place
 from inlay.ranges.qparams import qparams_of_range
-from inlay.ranges.rounding import smallest_step
 from inlay.ranges.search import differences
 
 __all__ = ["ClipSearch", "Loss", "Range", "clip", "divergence", "quantization_error"]
@@ -164,7 +164,7 @@ class _Points:
         scale, zero_point = (part.flatten() for part in qparams_of_range(low, high, self.args))
         blocks, groups, _ = self.values.shape
         group = torch.arange(groups, device=low.device).repeat(len(low))
-        visible = scale.double() * (smallest_step(self.args) / 4)
+        visible = scale.double() * (format_of(self.args).grid.smallest_step / 4)
         needed = (self.largest[:, group] >= visible).sum(0)
         loss = self.rest[needed, group]
         bound = bound.expand_as(low).flatten()

@@ -14,8 +14,9 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs
 
+from inlay.formats.numbers import IntegerGrid, format_of
 from inlay.ranges.powers import power_in_place
 from inlay.ranges.rounding import format_range
 
@@ -67,7 +68,7 @@ UNKNOWN = Bounds(-math.inf, math.inf)
 
 def has_estimates(args: QuantizationArgs, dtype: torch.dtype) -> bool:
     """Whether values of a dtype with one scale are searched from estimates, if they are many."""
-    return args.type == QuantizationType.INT and dtype == torch.float32
+    return isinstance(format_of(args).grid, IntegerGrid) and dtype == torch.float32
 
 
 def can_be_estimated(observed: torch.Tensor, args: QuantizationArgs) -> bool:

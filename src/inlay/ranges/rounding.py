@@ -7,10 +7,11 @@ would differ from the eager one. It cannot remove rounding done by arithmetic on
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.utils import calculate_range
 from torch.overrides import TorchFunctionMode
 
+from inlay.formats.numbers import FloatGrid, format_of
 from inlay.torch_private import without_fake_mode, without_torch_function
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "as_rounded",
     "format_range",
     "quantize_dequantize",
-    "smallest_step",
     "stored",
 ]
 
@@ -87,7 +87,7 @@ def quantize_dequantize(
         quantized = quantized - zero_point
         # Both dtypes hold all integers up to 256. Each rounding that is left out halves what
         # Inductor compiles, for it reads its argument twice.
-        if args.type != QuantizationType.INT or args.num_bits > 8:
+        if isinstance(format_of(args).grid, FloatGrid):
             quantized = as_rounded(quantized, dtype)
     return as_rounded(quantized * scale, dtype)
 
@@ -101,18 +101,10 @@ def format_range(args: QuantizationArgs) -> tuple[float, float]:
 
 
 def _round(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    if args.type == QuantizationType.INT:
+    grid = format_of(args).grid
+    if not isinstance(grid, FloatGrid):
         return value.round()
-    if args.num_bits == 8:
-        return _to_grid(value, mantissa=3, smallest_exponent=-6)
-    return _to_grid(value, mantissa=1, smallest_exponent=0)
-
-
-def smallest_step(args: QuantizationArgs) -> float:
-    """Return the smallest positive number of the format, of which a scale is the unit."""
-    if args.type == QuantizationType.INT:
-        return 1.0
-    return 2.0**-9 if args.num_bits == 8 else 0.5
+    return _to_grid(value, mantissa=grid.mantissa, smallest_exponent=grid.smallest_exponent)
 
 
 def _to_grid(value: torch.Tensor, *, mantissa: int, smallest_exponent: int) -> torch.Tensor:

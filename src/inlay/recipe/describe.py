@@ -12,6 +12,7 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
 )
 
+from inlay.formats.numbers import name_of
 from inlay.recipe.recipe import Recipe
 
 __all__ = ["format_in_words", "left_in_words", "recipe_text", "scheme_in_words"]
@@ -38,7 +39,7 @@ def left_in_words(left: Mapping[str, str]) -> list[str]:
 
 def format_in_words(args: QuantizationArgs, base_name: str) -> str:
     """Describe how a value is quantized, such as "int8 per tensor, asymmetric, static"."""
-    parts = [f"{_number(args)} {_strategy(args)}", "symmetric" if args.symmetric else "asymmetric"]
+    parts = [f"{name_of(args)} {_strategy(args)}", "symmetric" if args.symmetric else "asymmetric"]
     if base_name != "weight":
         parts.append(_when(args))
     return ", ".join(parts)
@@ -49,7 +50,7 @@ def scheme_in_words(config: QuantizationConfig) -> str:
     schemes = dict.fromkeys(_scheme(scheme) for scheme in config.config_groups.values())
     words = " and ".join(schemes)
     if config.kv_cache_scheme is not None:
-        words += f", {_number(config.kv_cache_scheme)} kv cache"
+        words += f", {name_of(config.kv_cache_scheme)} kv cache"
     return words
 
 
@@ -61,10 +62,6 @@ def recipe_text(recipe: Recipe) -> str:
         _without_empty(content), sort_keys=False, default_flow_style=None, allow_unicode=True
     )
     return text
-
-
-def _number(args: QuantizationArgs) -> str:
-    return f"{_value(args.type)}{args.num_bits}"
 
 
 def _strategy(args: QuantizationArgs) -> str:

@@ -26,7 +26,7 @@ from inlay.recipe.owners import Locate, Owners
 from inlay.recipe.recipe import Recipe
 from inlay.recipe.recognition import problem_with_product
 from inlay.recipe.requirements import (
-    require_fitting_weights,
+    require_fitting_shapes,
     require_matches,
     require_one_scheme,
     weight_of,
@@ -70,7 +70,7 @@ class Plan:
             warnings.warn(text, stacklevel=3)
         for _, alike in groupby(stacks, lambda stack: stack.experts):
             self._add_experts(list(alike))
-        require_fitting_weights(everything, self.weight_slots())
+        require_fitting_shapes(everything, self.slots.values())
         require_one_scheme(self.slots, lambda name: self.owners(weight_of(everything[name])))
         if recipe.equalize is not None and not any(True for _ in self.channel_slots()):
             raise ConfigurationError(

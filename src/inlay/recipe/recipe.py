@@ -13,6 +13,8 @@ from compressed_tensors.quantization import (
 )
 
 from inlay.errors import ConfigurationError
+from inlay.formats.numbers import format_of
+from inlay.formats.storage import require_storable
 from inlay.recipe.llmcompressor_yaml import config_of_modifiers, find_modifiers
 from inlay.recipe.presets import (
     Overrides,
@@ -73,6 +75,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _require_strength(self.equalize)
         _require_experts(self.experts)
+        _require_formats(self.config)
         if self.equalize is not None:
             object.__setattr__(self, "config", _with_exact_ranges(self.config))
         for scheme in self.config.config_groups.values():
@@ -220,6 +223,18 @@ def _require_experts(experts: Any) -> None:
             f"experts says which tokens the scales of an expert rest on: {known}. "
             f"There is no {experts!r}"
         )
+
+
+def _require_formats(config: QuantizationConfig) -> None:
+    """Refuse number formats that are unknown, and weights that cannot be stored."""
+    for scheme in config.config_groups.values():
+        for args in (scheme.weights, scheme.input_activations, scheme.output_activations):
+            if args is not None:
+                format_of(args)
+        if scheme.weights is not None:
+            require_storable(scheme.weights)
+    if config.kv_cache_scheme is not None:
+        format_of(config.kv_cache_scheme)
 
 
 def _with_exact_ranges(config: QuantizationConfig) -> QuantizationConfig:

@@ -9,31 +9,44 @@ from compressed_tensors.utils.match import is_match
 from torch import nn
 
 from inlay.errors import ConfigurationError, ObservationError
+from inlay.formats.storage import columns_problem
 from inlay.observers import flatten_for_calibration
 from inlay.ranges.args import key_of
 from inlay.recipe.recipe import Recipe
 from inlay.recipe.slot import Slot
 
-__all__ = ["require_fitting_weights", "require_matches", "require_one_scheme", "weight_of"]
+__all__ = ["require_fitting_shapes", "require_matches", "require_one_scheme", "weight_of"]
 
 
-def require_fitting_weights(modules: Mapping[str, nn.Module], slots: Iterable[Slot]) -> None:
-    """Refuse weights that cannot be divided as the recipe asks, before hours of calibration."""
-    problems = {}
+def require_fitting_shapes(modules: Mapping[str, nn.Module], slots: Iterable[Slot]) -> None:
+    """Refuse values that cannot be divided as the recipe asks, before hours of calibration."""
+    problems: dict[str, str] = {}  # the first of each module
     for slot in slots:
-        weight = weight_of(modules[slot.module])
-        try:
-            flatten_for_calibration(weight.detach().to("meta"), "weight", slot.args)
-        except ObservationError as error:
-            problems[slot.module] = str(error).removeprefix("weight: ")
+        found = _misfit(slot, modules[slot.module])
+        if found is not None:
+            problems.setdefault(slot.module, found)
     if problems:
         alike: dict[str, list[str]] = {}
         for name, problem in problems.items():
             alike.setdefault(problem, []).append(name)
         raise ConfigurationError(
-            "the recipe does not fit these weights: "
+            "the recipe does not fit these layers: "
             + "; ".join(f"{', '.join(names)}: {problem}" for problem, names in alike.items())
         )
+
+
+def _misfit(slot: Slot, module: nn.Module) -> str | None:
+    """Describe why the weight, input or output of a module cannot be divided; None if it can."""
+    if slot.base_name not in ("weight", "input", "output"):
+        return None
+    weight = weight_of(module)
+    if slot.is_weight:
+        try:
+            flatten_for_calibration(weight.detach().to("meta"), "weight", slot.args)
+        except ObservationError as error:
+            return str(error).removeprefix("weight: ")
+    problem = columns_problem(weight.shape[0 if slot.base_name == "output" else -1], slot.args)
+    return problem if slot.is_weight or problem is None else f"{slot.base_name}: {problem}"
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:

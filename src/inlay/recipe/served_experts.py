@@ -1,17 +1,13 @@
-"""How servers run experts, and what they refuse: known before anything is calibrated."""
+"""Find the one scheme that servers need for all experts of a module, before calibrating."""
 
 from collections.abc import Mapping, Sequence
 
-from compressed_tensors.quantization import (
-    QuantizationArgs,
-    QuantizationScheme,
-    QuantizationStrategy,
-)
-from compressed_tensors.quantization.quant_args import QuantizationType
+from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import is_match, match_targets
 from torch import nn
 
 from inlay.errors import ConfigurationError
+from inlay.formats.serving import expert_problem
 
 __all__ = ["scheme_of_experts"]
 
@@ -45,50 +41,13 @@ def scheme_of_experts(
         return "the recipe does not quantize their weights"
     if scheme.output_activations is not None:
         return "the recipe quantizes their outputs, for which experts have no scales"
-    problem = _problem(scheme.weights, scheme.input_activations)
+    problem = expert_problem(scheme.weights, scheme.input_activations)
     if problem is not None:
         raise ConfigurationError(
             f"vLLM does not run the experts of {experts} with {problem}, or leave experts in full "
             'precision with ignore=["re:.*[.]experts[.].*"]'
         )
     return scheme
-
-
-def _problem(weights: QuantizationArgs, inputs: QuantizationArgs | None) -> str | None:
-    """Say what a server refuses of a scheme for experts, and what to use; None if nothing."""
-    if inputs is None:
-        return None
-    strategies = weights.strategy, inputs.strategy
-    if _is(weights, QuantizationType.INT, 8) and _is(inputs, QuantizationType.INT, 8):
-        if inputs.dynamic is not True:
-            return "static INT8 inputs: use W8A8, with scales per token"
-        if strategies != (QuantizationStrategy.CHANNEL, QuantizationStrategy.TOKEN):
-            return (
-                f"INT8 weights per {_name(weights)} and inputs per {_name(inputs)}: use W8A8, with "
-                "weights per channel and inputs per token"
-            )
-    if _is(weights, QuantizationType.FLOAT, 8) and _is(inputs, QuantizationType.FLOAT, 8):
-        is_block = weights.strategy == QuantizationStrategy.BLOCK
-        if not is_block and strategies not in _FP8:
-            return (
-                f"FP8 weights per {_name(weights)} and inputs per {_name(inputs)}: use FP8 (both "
-                "per tensor), FP8_DYNAMIC (per channel and per token) or FP8_BLOCK"
-            )
-    return None
-
-
-_FP8 = {
-    (QuantizationStrategy.TENSOR, QuantizationStrategy.TENSOR),
-    (QuantizationStrategy.CHANNEL, QuantizationStrategy.TOKEN),
-}
-
-
-def _is(args: QuantizationArgs, kind: QuantizationType, bits: int) -> bool:
-    return bool(args.type == kind and args.num_bits == bits)
-
-
-def _name(args: QuantizationArgs) -> str:
-    return str(getattr(args.strategy, "value", args.strategy))
 
 
 def _matched(

@@ -88,13 +88,19 @@ def as_if_traced(answer: bool = True) -> AbstractContextManager[None]:
 
 
 def graph_break_errors() -> tuple[type[Exception], ...]:
-    """What Dynamo raises with `fullgraph=True` where the graph would break.
+    """Return the errors that Dynamo raises with `fullgraph=True` where the graph would break.
 
-    torch 2.1; the second is for breaks inside a region, which has to be traced as a whole.
+    torch 2.1; the second is for breaks inside a region, which has to be traced as a whole. The
+    third is raised where sizes follow from numbers that are read from tensors, as in Funnel: with
+    `fullgraph=True` Dynamo keeps such numbers in the graph.
     """
-    from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported
+    from torch._dynamo.exc import (
+        InternalTorchDynamoError,
+        UncapturedHigherOrderOpError,
+        Unsupported,
+    )
 
-    return Unsupported, UncapturedHigherOrderOpError
+    return Unsupported, UncapturedHigherOrderOpError, InternalTorchDynamoError
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:

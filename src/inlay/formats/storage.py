@@ -1,0 +1,95 @@
+"""How compressed-tensors stores each format in a checkpoint, and how transformers loads it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+
+from inlay.errors import ConfigurationError
+from inlay.formats.numbers import name_of
+
+__all__ = ["Storage", "columns_problem", "dtype_to_load", "require_storable", "storage_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How one compression format treats weights.
+
+    :param by_rows: whether some rows of a weight compress to these rows of the compressed weight
+    :param is_slow: whether compressing takes much longer than sending the result to another
+        process: about a hundred times for packed FP4, where sharing int8 took 1.2 times as long
+    :param loads_as: the dtype that transformers decompresses to, whatever dtype it is asked for;
+        None if it follows the model
+    :param plain_experts: whether transformers accepts experts in full precision beside it
+    """
+
+    by_rows: bool = True
+    is_slow: bool = False
+    loads_as: torch.dtype | None = None
+    plain_experts: bool = False
+
+
+_STORAGE: dict[str, Storage] = {
+    CompressionFormat.nvfp4_pack_quantized.value: Storage(is_slow=True, loads_as=torch.bfloat16),
+    CompressionFormat.mxfp4_pack_quantized.value: Storage(is_slow=True, loads_as=torch.bfloat16),
+    CompressionFormat.mxfp8_quantized.value: Storage(loads_as=torch.bfloat16),
+    CompressionFormat.pack_quantized.value: Storage(),
+    CompressionFormat.int_quantized.value: Storage(),
+    CompressionFormat.float_quantized.value: Storage(plain_experts=True),
+    CompressionFormat.naive_quantized.value: Storage(),
+}
+
+
+def storage_of(format_name: str | None) -> Storage:
+    """Look up a compression format by name; one that is not listed is compressed as a whole."""
+    return _STORAGE.get(str(format_name), Storage(by_rows=False))
+
+
+def dtype_to_load(format_names: Iterable[str | None]) -> torch.dtype | None:
+    """Return the only dtype in which transformers runs these formats; None if any works."""
+    dtypes = (storage_of(name).loads_as for name in format_names)
+    return next((dtype for dtype in dtypes if dtype is not None), None)
+
+
+def require_storable(weights: QuantizationArgs) -> None:
+    """Refuse weights that no compressor stores as they were calibrated.
+
+    compressed-tensors packs FP4 weights in two layouts only. It takes any groups of 16 or 32 for
+    them, drops what these layouts cannot hold, and fails on others once it writes.
+
+    :raises ConfigurationError: if the weights are FP4 and neither NVFP4 nor MXFP4
+    """
+    if name_of(weights) != "float4":
+        return
+    layout = weights.strategy, weights.group_size, weights.scale_dtype
+    if layout not in _FP4:
+        strategy = getattr(weights.strategy, "value", weights.strategy)
+        group = "" if weights.group_size is None else f" of {weights.group_size}"
+        raise ConfigurationError(
+            f"weights in float4 with strategy {strategy}{group} and scales in "
+            f"{weights.scale_dtype or 'the dtype of the model'} cannot be stored; use the preset "
+            "NVFP4A16 (tensor_group of 16, scales in float8_e4m3fn) or MXFP4A16 (group of 32, "
+            "scales in uint8)"
+        )
+
+
+def columns_problem(columns: int, args: QuantizationArgs) -> str | None:
+    """Describe why groups or blocks do not divide the columns of a value; None if they do.
+
+    Blocks may be cut off at the last row. No loader runs a weight whose last column of blocks is.
+    """
+    if args.strategy == QuantizationStrategy.BLOCK:
+        size = args.block_structure[1]
+        what = f"blocks of {size} columns; ignore this layer"
+    else:
+        size = args.group_size
+        what = f"groups of {size}; choose a group_size that divides them, or ignore this layer"
+    return f"{columns} columns cannot be divided into {what}" if size and columns % size else None
+
+
+_FP4 = {
+    (QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn),
+    (QuantizationStrategy.GROUP, 32, torch.uint8),
+}
