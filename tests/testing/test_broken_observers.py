@@ -59,6 +59,20 @@ class MixesGroups(Extremes):
 
 
 @register
+class FirstHalfOnly(Extremes):
+    """Looks at the first half of the elements that share a scale."""
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        super().update_statistics_from_observed(observed[..., : -(-observed.shape[-1] // 2)])
+
+
+@register
+class LastObservationOnly(Extremes):
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        super().update_statistics_from_observed(observed[-1:])
+
+
+@register
 class ChangesTheValue(Extremes):
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         largest = observed.abs_().amax(dim=(0, -1))
@@ -236,6 +250,7 @@ SHAPE = "scales_have_the_shape_of_their_strategy"
 POSITIVE = "scales_are_positive_and_zero_points_in_range"
 RESEMBLE = "quantized_values_resemble_the_observed_ones"
 ELEMENTS = "scales_follow_their_elements"
+PLACES = "places_within_a_scale_do_not_matter"
 VALUE = "observing_leaves_the_value_alone"
 OWN = "statistics_are_not_the_value_itself"
 SHARE = "observers_do_not_share_statistics"
@@ -261,6 +276,8 @@ MISTAKES: list[tuple[type[Observer], str, str, set[str]]] = [
     (ForgotAbs, RESEMBLE, "does the range cover negative values", {NAN}),
     (ReducesGroups, SHAPE, "reduce over dimensions 0 and -1", {RESEMBLE, ELEMENTS}),
     (MixesGroups, ELEMENTS, "scales do not belong to their elements", {RESEMBLE}),
+    (FirstHalfOnly, PLACES, "does it look at all of them", {RESEMBLE}),
+    (LastObservationOnly, PLACES, "does it look at all of them", {RESEMBLE, SPLIT, NAN, BAD}),
     (ChangesTheValue, VALUE, "changes the value in place", set()),
     (KeepsAView, OWN, "sample is a view of the observed value", set()),
     (

@@ -1,12 +1,17 @@
 """Laws for an observer and one value: what it gives, and what it leaves alone."""
 
+import math
 import warnings
+from dataclasses import replace
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle import fake_quantize
 from compressed_tensors.quantization.utils import calculate_range
+from hypothesis import strategies as st
 
 from inlay.observers import Observer, QParamsDict, flatten_for_calibration
+from inlay.reductions import AVERAGE
 from inlay.statistics.functional import tensors_of
 from inlay.testing.law import BrokenLawError, Law, law, require
 from inlay.testing.observer_cases import ObserverCase, ObserverSubject, short
@@ -17,6 +22,9 @@ Subject = ObserverSubject
 # The part of a value's norm that quantizing may change, so that nothing but nonsense is refused:
 # of a single large number among zeros, cutting at three deviations leaves a fifth.
 _LARGEST_ERROR = 0.9
+_SCALES = ("scale", "zero_point")
+# Strategies whose groups are parts of one row, so that columns can move within them.
+_BY_COLUMN = ("channel", "group", "tensor_group")
 
 
 @law(Subject.single)
@@ -63,15 +71,8 @@ def quantized_values_resemble_the_observed_ones(subject: Subject, case: Observer
     """Quantizing the observed value keeps more of it than writing zeros would."""
     (value,) = case.values
     qparams = case.observer([value]).get_qparams()
-    # Each group of elements as a channel: compressed-tensors quantizes those of any strategy.
     flat = flatten_for_calibration(value, case.base_name, case.args)
-    groups = flat.movedim(0, -2).flatten(-2).flatten(0, -2)
-    scale, zero_point = (_tensor(qparams, key).reshape(-1, 1) for key in ("scale", "zero_point"))
-    by_channel = case.args.model_copy(update={"strategy": "channel", "group_size": None})
-    restored = fake_quantize(
-        groups, scale, zero_point, by_channel, global_scale=qparams.get("global_scale")
-    )
-    error, norm = (restored.float() - groups.float()).norm(), groups.float().norm()
+    error, norm = _differences(flat, case.args, qparams).norm(), flat.float().norm()
     require(
         error <= _LARGEST_ERROR * norm,
         f"quantizing what was observed loses nearly all of it: the error has norm {error:.4g}, the "
@@ -204,6 +205,64 @@ def scales_follow_their_elements(subject: Subject, case: ObserverCase) -> None:
         )
 
 
+@law(
+    lambda subject: subject.single().flatmap(
+        lambda case: st.integers(0, 999).map(lambda seed: replace(case, also={"seed": seed}))
+    )
+)
+def places_within_a_scale_do_not_matter(subject: Subject, case: ObserverCase) -> None:
+    """Elements that share a scale can change places without changing it, observations likewise.
+
+    Observations keep their order for observers that declare an AVG: these may weigh observations by
+    their order. Importance of columns moves with the columns.
+    """
+    flat = flatten_for_calibration(case.values[0], case.base_name, case.args)
+    random = torch.Generator().manual_seed(case.also["seed"])
+    observations = torch.randperm(len(flat), generator=random)
+    if any(reduction is AVERAGE for reduction in subject.operations.values()):
+        observations = torch.arange(len(flat))
+    elements = torch.randperm(flat.shape[-1], generator=random)
+    moved = flat[observations][..., elements]
+    straight, other = case.observer(), case.observer()
+    if subject.observer_class.observes_input and case.args.strategy in _BY_COLUMN:
+        inputs = torch.rand(1, case.values[0].shape[-1], generator=random)
+        straight.observe_input(inputs)
+        other.observe_input(inputs.reshape(1, -1, flat.shape[-1])[..., elements].flatten(1))
+    straight.update_statistics_from_observed(flat)
+    other.update_statistics_from_observed(moved)
+    expected, found = straight.get_qparams(), other.get_qparams()
+    require(
+        _same_scales(expected, found)
+        or _equally_good(flat, case.args, expected, found)
+        or torch.equal(flat, moved),
+        f"the scale is {short(_tensor(expected, 'scale'))}, and "
+        f"{short(_tensor(found, 'scale'))} if elements that share it change places "
+        "(torch.randperm of the seed); does it look at all of them?",
+    )
+
+
+def _same_scales(one: QParamsDict, other: QParamsDict) -> bool:
+    pairs = [(_tensor(one, key).float(), _tensor(other, key).float()) for key in _SCALES]
+    return all(torch.allclose(a, b, rtol=1e-3, atol=0) for a, b in pairs)
+
+
+def _equally_good(
+    flat: torch.Tensor, args: QuantizationArgs, one: QParamsDict, other: QParamsDict
+) -> bool:
+    """Whether both scales lose as much by some measure.
+
+    Sums in another order are rounded differently, so that a search may choose another of two
+    candidates that are as good by its own measure.
+    """
+    first, second = (_differences(flat, args, qparams) for qparams in (one, other))
+    return any(
+        math.isclose(
+            float(first.pow(norm).sum()), float(second.pow(norm).sum()), rel_tol=1e-2, abs_tol=1e-9
+        )
+        for norm in (1.0, 2.0, 2.4, 3.0)
+    )
+
+
 def _require_refusal(observer: Observer, reason: str) -> None:
     """Raise `BrokenLawError` if the observer gives qparams without a word."""
     with warnings.catch_warnings(record=True) as told:
@@ -230,6 +289,18 @@ def _tensor(qparams: QParamsDict, key: str) -> torch.Tensor:
     if not isinstance(found, torch.Tensor):
         raise BrokenLawError(f"get_qparams() gives no {key}, but {found!r}")
     return found
+
+
+def _differences(flat: torch.Tensor, args: QuantizationArgs, qparams: QParamsDict) -> torch.Tensor:
+    """Compute by how much quantizing changes each value, in groups that share a scale."""
+    # Each group of elements as a channel: compressed-tensors quantizes those of any strategy.
+    groups = flat.movedim(0, -2).flatten(-2).flatten(0, -2)
+    scale, zero_point = (_tensor(qparams, key).reshape(-1, 1) for key in _SCALES)
+    by_channel = args.model_copy(update={"strategy": "channel", "group_size": None})
+    restored: torch.Tensor = fake_quantize(
+        groups, scale, zero_point, by_channel, global_scale=qparams.get("global_scale")
+    )
+    return (restored.float() - groups.float()).abs()
 
 
 def _name(member: object) -> str:
@@ -263,6 +334,7 @@ LAWS: tuple[Law[Subject], ...] = (
     scales_are_positive_and_zero_points_in_range,
     quantized_values_resemble_the_observed_ones,
     scales_follow_their_elements,
+    places_within_a_scale_do_not_matter,
     observing_leaves_the_value_alone,
     statistics_are_not_the_value_itself,
     observers_do_not_share_statistics,
