@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from inlay import Calibration, Recipe
+from inlay import Calibration, GraphError, Recipe
 from inlay.checking.hooks import Hooks
 from inlay.recipe import Plan
 from inlay.statistics.functional import tensors_of
@@ -208,11 +208,22 @@ def runs_in_autocast() -> Stack:
     return Stack(run)
 
 
+def reads_a_size_from_data() -> Stack:
+    """As Funnel does: with `fullgraph=True`, Dynamo fails with an internal error."""
+
+    def run(self: Stack, x: torch.Tensor) -> Any:
+        places = torch.arange(0, x.shape[1], dtype=x.dtype)
+        distances = torch.arange(places[-1], places[0] - 1, -1, dtype=torch.long)
+        return one_after_another(self, x * (distances + 1).unsqueeze(-1))
+
+    return Stack(run)
+
+
 UNFRIENDLY = [
     called_twice, with_other_arguments, keeps_a_number_elsewhere, keeps_a_tensor_elsewhere,
     sets_a_number_of_its_blocks, fills_a_list, counts_in_a_global_list, keeps_a_tensor_globally,
     keeps_an_output, blocks_remember, blocks_write_into_their_input, depends_on_data,
-    counts_its_calls, runs_in_autocast,
+    counts_its_calls, runs_in_autocast, reads_a_size_from_data,
 ]  # fmt: skip
 
 
@@ -236,6 +247,35 @@ def test_statistics_are_those_of_hooks(make: Callable[[], Stack]) -> None:
         assert int(found[name].seen) == seen.values
         for key, tensor in tensors_of(seen.observer).items():
             assert torch.equal(found[name].tensors[key], tensor), (name, key)
+
+
+def test_batches_under_autocast_are_observed_as_hooks_see_them() -> None:
+    """Autocast keeps weights that it cast, and gave them to the trace of the next size."""
+    model = called_twice().requires_grad_(True)
+    calibration = Calibration(model, STATIC, compiler="eager")
+    with Hooks.on(copy.deepcopy(model), Plan(model, STATIC), model) as hooks:
+        for value in X:
+            with torch.autocast("cpu", torch.bfloat16):
+                hooks.model(value)
+                calibration.observe(value)
+                assert torch.is_autocast_cache_enabled()
+    found = calibration.statistics.snapshot()
+    for name, seen in hooks.seen.items():
+        for key, tensor in tensors_of(seen.observer).items():
+            assert torch.equal(found[name].tensors[key], tensor), (name, key)
+
+
+def test_branches_on_numbers_are_refused_by_the_name_of_the_model() -> None:
+    """As in Longformer: after a graph break in a loop, Dynamo runs code without observers."""
+
+    def run(self: Stack, x: torch.Tensor) -> Any:
+        for block in self.layers:
+            x = block(x) * 2 if (x > 0).any().item() else block(x)
+        return x
+
+    calibration = Calibration(Stack(run), STATIC, compiler="eager")
+    with pytest.raises(GraphError, match=r"Stack cannot be traced: it branches .*line \d+, in run"):
+        calibration.observe(X[0])
 
 
 def test_what_a_model_does_later_and_not_at_first() -> None:

@@ -23,10 +23,11 @@ from typer.testing import CliRunner, Result
 import inlay
 from inlay.cli import app
 from inlay.cli.arguments import Accepted, KvCache
+from inlay.cli.outcome import show_result
 from inlay.cli.recipes import KV_CACHES, ObserverChoice, Wanted, run_observer_file
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
-from inlay.recipe import preset_names
+from inlay.recipe import Recipe, preset_names
 from inlay.statistics.finalize import ACCEPTABLE
 
 OBSERVER_FILE = """
@@ -385,10 +386,27 @@ def test_calibrate(folder: Path, texts: Path, tmp_path: Path, runs: Runs) -> Non
     lines = {line[:16].strip(): line[16:].strip() for line in output.splitlines()}
     assert lines["full precision"] == "re:.*up_proj, lm_head"
     assert lines["tokens"] == "1,234 and 7 of padding, 18 samples"
+    assert lines["data"] == "texts.txt, 20 texts"
     assert lines["time"] == "calibrating 2.5 s, writing 1 min 15 s"
+    assert "dtype" not in lines
     assert " → " in lines["size"]
     assert str(out / "report.html") in output
     assert all(change.name in output for change in sample_report().changes)
+
+
+def test_the_result_names_unused_data_and_the_only_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = {"group_0": {"format": "nvfp4-pack-quantized"}}
+    config = {"dtype": "bfloat16", "quantization_config": {"config_groups": groups}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    record = Record(samples=0, tokens=0, data="texts.txt, 20 texts, not calibrated on: no need")
+    show_result(FakeRun(Recipe.from_preset("NVFP4A16"), record), tmp_path)
+    shown = capsys.readouterr().out.splitlines()
+    lines = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in shown)
+    assert lines["data"] == "texts.txt, 20 texts, not calibrated on: no need"
+    assert re.match("bfloat16 only: .* nvfp4-pack-quantized to it", lines["dtype"])
+    assert "tokens" not in lines
 
 
 def test_calibrate_says_nothing_when_asked_to(

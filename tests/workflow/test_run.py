@@ -171,6 +171,16 @@ def test_a_recipe_without_static_activations_needs_no_data() -> None:
     assert calibration.record.data == "no data"
 
 
+def test_data_that_is_not_used_and_missing_samples_are_stated() -> None:
+    model = plain_llama()
+    dynamic = Recipe.from_preset("W8A8", ignore=["lm_head"])
+    unused = calibrate(model, dynamic, batches(model), compiler="eager")
+    assert unused.record.data.startswith("5 batches, not calibrated on: the recipe observes not")
+    few = run(model, batches(model), samples=512, held_out=0)
+    assert few.record.data == "5 batches, fewer than the 512 samples asked for"
+    assert run(model, batches(model), samples=6, held_out=0).record.data.count(",") == 0
+
+
 def test_a_recipe_with_static_activations_does() -> None:
     with pytest.raises(ConfigurationError, match="give data"):
         calibrate(plain_llama(), STATIC, compiler="eager")

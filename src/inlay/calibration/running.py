@@ -23,7 +23,7 @@ from inlay.calibration.tracing import (
 from inlay.errors import ConfigurationError, GraphError
 from inlay.memory import collecting_garbage_later, keeping_freed_memory
 from inlay.recipe import Plan
-from inlay.torch_private import compiled_in_place, has_hooks, observing_dynamo
+from inlay.torch_private import branch_errors, compiled_in_place, has_hooks, observing_dynamo
 
 __all__ = ["Rerun", "evaluating", "run_apart", "run_for_statistics", "running"]
 
@@ -53,11 +53,26 @@ def running(model: nn.Module) -> Iterator[None]:
     with (
         evaluating(model),
         torch.no_grad(),
+        _without_autocast_cache(),
         observing_dynamo(),
         keeping_freed_memory(),
         collecting_garbage_later(),
     ):
         yield
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Have `torch.autocast` cast weights anew for each use.
+
+    It keeps what it cast by the identity of the weight, and would give real tensors to a trace.
+    """
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
 
 
 def run_for_statistics(model: nn.Module, observing: Backend, parts: Backend) -> Callable[..., Any]:
@@ -78,7 +93,28 @@ def run_for_statistics(model: nn.Module, observing: Backend, parts: Backend) -> 
     # Blocks run one after another, so whatever fails may fail late. If the model itself is at
     # fault, tracing it as a whole says so.
     tried = [on_trial(way, model, observing, Exception) for way in apart]
-    return first_that_traces([*tried, on_trial(whole, model, observing), broken])
+    return _explaining(
+        model, first_that_traces([*tried, on_trial(whole, model, observing), broken])
+    )
+
+
+def _explaining(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Name the model whose code branches on values of tensors, in place of Dynamo's own error."""
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except branch_errors() as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            places = [line for line in lines if line.startswith("File ")]
+            where = f" at {places[-1].removeprefix('File ')}" if places else ""
+            raise GraphError(
+                f"{type(model).__name__} cannot be traced: it branches on values of tensors{where} "
+                f"({lines[0]}). Dynamo would run what follows without observers; change the model "
+                "so that it does not branch there"
+            ) from error
+
+    return explained
 
 
 def _can_stay_around(model: nn.Module, plan: Plan) -> bool:

@@ -31,7 +31,7 @@ from inlay.checkpoint.loading import require_full_precision
 from inlay.checkpoint.shards import Shards, size_in_bytes
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import ConfigurationError, StatisticsError
-from inlay.formats.storage import storage_of
+from inlay.formats.storage import dtype_to_load, storage_of
 from inlay.observers import QParamsDict
 from inlay.progress import watched
 from inlay.recipe import Plan, Recipe
@@ -117,7 +117,8 @@ def finish_checkpoint(
     model = contents.model
     config = quantization_config(model, recipe, layers)
     _warn_of_experts(plan, config)
-    _write_configs(folder, model, contents.keep_ties)
+    dtype = dtype_to_load(scheme.format for scheme in config.config_groups.values())
+    _write_configs(folder, model, contents.keep_ties, dtype)
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -200,9 +201,10 @@ def _block_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def _write_configs(folder: Path, model: Any, keep_ties: bool) -> None:
+def _write_configs(folder: Path, model: Any, keep_ties: bool, dtype: torch.dtype | None) -> None:
+    """Write the configs of a model, with the dtype to load it in if that is not its own."""
     config = copy.deepcopy(model.config)
-    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     if not keep_ties:
         for part in (config, config.get_text_config(decoder=True)):

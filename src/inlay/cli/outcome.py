@@ -49,6 +49,24 @@ def show_result(run: "Run | Streamed", out: Path) -> None:
     console().print(grid)
 
 
+def _dtype_to_load(folder: Path) -> str | None:
+    """Describe the only dtype in which transformers runs a checkpoint; None if any works."""
+    import json
+
+    from inlay.formats.storage import dtype_to_load
+
+    path = folder / "config.json"
+    if not path.exists():
+        return None
+    config = json.loads(path.read_text(encoding="utf-8")).get("quantization_config", {})
+    names = [group.get("format") for group in config.get("config_groups", {}).values()]
+    dtype = dtype_to_load(names)
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} only: transformers decompresses {', '.join(dict.fromkeys(names))} to it"
+
+
 def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
     from inlay.report.numbers import count, duration, number, size
 
@@ -59,8 +77,14 @@ def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
     data, record = report_data(out), run.record
     if data is not None:
         facts["size"] = f"{size(data.size_before)} → {size(data.size_after)}"
-    padding = f" and {count(record.padding_tokens)} of padding" if record.padding_tokens else ""
-    facts["tokens"] = f"{count(record.tokens)}{padding}, {count(record.samples)} samples"
+    dtype = _dtype_to_load(out)
+    if dtype is not None:
+        facts["dtype"] = dtype
+    if record.data:
+        facts["data"] = record.data
+    if record.samples:
+        padding = f" and {count(record.padding_tokens)} of padding" if record.padding_tokens else ""
+        facts["tokens"] = f"{count(record.tokens)}{padding}, {count(record.samples)} samples"
     facts["time"] = ", ".join(f"{name} {duration(took)}" for name, took in record.stages)
     peak = getattr(run, "peak_memory", None)
     if peak is not None:

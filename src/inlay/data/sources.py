@@ -34,6 +34,7 @@ class Batches:
     :param part: which of the batches of all processes these are
     :param is_divided: whether they were made by dividing data that all processes have
     :param can_repeat: whether they can be read again
+    :param asked: how many rows were asked for
     """
 
     source: str
@@ -43,6 +44,20 @@ class Batches:
     part: Part = _ALL
     is_divided: bool = False
     can_repeat: bool = True
+    asked: int | None = None
+
+    def remarks(self, needs_data: bool) -> str:
+        """Describe data that the recipe does not need, and missing rows; empty if neither.
+
+        :param needs_data: whether the recipe observes data
+        """
+        if self.samples == 0:
+            return ""
+        if not needs_data:
+            return ", not calibrated on: the recipe observes nothing while data runs"
+        if self.asked is None or self.samples is None or self.samples >= self.asked:
+            return ""
+        return f", fewer than the {self.asked:,} samples asked for"
 
     @property
     def numbered(self) -> Iterator[tuple[int, Batch]]:
@@ -129,6 +144,7 @@ def batches_of(
         samples=sum(map(weight, used)),
         part=part,
         is_divided=opened.holds_rows,
+        asked=samples,
     )
 
 

@@ -44,12 +44,12 @@ class _Case:
 
 
 def slot_findings(slots: Sequence[SlotRecord], *, equalized: bool = False) -> list[Finding]:
-    """Find outliers, nearly dead slots, and slots that saw few tokens.
+    """Find zero weights, outliers, nearly dead slots, and slots that saw few tokens.
 
     :param equalized: whether channels were equalized, as findings about outliers advise otherwise
     """
     usual = _Usual((*_kinds(slot), size) for slot in slots if (size := _size(slot)))
-    findings = []
+    findings = _zero_weights(slots)
     for are_clipped in (False, True):
         some = [slot for slot in slots if _clips_outliers(slot) == are_clipped]
         findings += _outliers(some, are_clipped, equalized)
@@ -176,12 +176,28 @@ def _wide(slots: Iterable[SlotRecord], usual: "_Usual", equalized: bool) -> list
     )
 
 
+def _zero_weights(slots: Iterable[SlotRecord]) -> list[Finding]:
+    found = [slot.name for slot in slots if _is_zero_weight(slot)]
+    return _grouped(
+        [_Case(about=name, text="It is all zeros", weight=0) for name in found],
+        "weights are all zeros",
+        "Check that the weights of the model were loaded, or ignore the module.",
+        worst=False,
+    )
+
+
+def _is_zero_weight(slot: SlotRecord) -> bool:
+    return slot.kind == "weight" and slot.low == slot.high == 0
+
+
 def _dead(slots: Iterable[SlotRecord], usual: "_Usual") -> list[Finding]:
     found = []
     for slot in slots:
         size, middle = _size(slot), usual.of(*_kinds(slot))
         if size is None or slot.low is None or slot.high is None:
             continue
+        if _is_zero_weight(slot):
+            continue  # found by itself
         if slot.low == slot.high:
             text = f"All its values are {slot.low:.4g}"
             found.append(_Case(about=slot.name, text=text, weight=math.inf))

@@ -1,5 +1,6 @@
 """From statistics and weights to the qparams of all slots, after checking that they are sound."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -30,6 +31,8 @@ ACCEPTABLE = {
 
 # Searching a histogram of 2 ** 16 bins takes about as long as a weight of 2 ** 22 elements.
 _COST_OF_STATISTICS = 64.0
+
+_NAMED = 5  # how many weights a warning names
 
 WeightOf = Callable[[Slot], torch.Tensor]
 
@@ -155,7 +158,20 @@ class _Finalization:
                 + "; ".join(broken)
                 + '. finalize(accept={"not_finite"}) leaves them in full precision'
             )
+        self._warn_of_zeros(weights)
         return found
+
+    def _warn_of_zeros(self, names: Collection[str]) -> None:
+        """Warn of weights without any value, as of a model whose weights were never loaded."""
+        zeros = [name for name in names if not _has_values(self.weight_of(self.plan.slots[name]))]
+        if zeros:
+            more = f" and {len(zeros) - _NAMED:,} more" if len(zeros) > _NAMED else ""
+            warnings.warn(
+                f"{len(zeros):,} of {len(names):,} quantized weights are all zeros: "
+                f"{', '.join(zeros[:_NAMED])}{more}. Check that the weights of the model were "
+                "loaded, or ignore these modules",
+                stacklevel=2,
+            )
 
     def _first_sharing(self, names: Iterable[str]) -> dict[str, str]:
         """Map each slot to the first that shares its statistics, and so what follows from them."""
@@ -268,6 +284,12 @@ class _Finalization:
                 + "; ".join(refused)
                 + '. Target or ignore all of them, or use finalize(accept={"unfused"})'
             )
+
+
+def _has_values(weight: torch.Tensor) -> bool:
+    """Whether a weight holds anything but zeros; its first row mostly tells."""
+    weight = weight.detach()
+    return bool(weight[:1].any()) or bool(weight.any())
 
 
 def _answers(

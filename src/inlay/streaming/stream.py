@@ -117,7 +117,7 @@ def stream(
         run.auto.decide(run.data_seen.tokens + run.data_seen.padding_tokens)
         run.data_parts = tuple(from_all_ranks(run.data_seen))
         run.data_seen = DataSeen.of_all(run.data_parts)
-        run.data += divided(batches, run.data_parts)
+        run.data += divided(batches, run.data_parts) + batches.remarks(run.plan.needs_data)
         if run.plan.needs_data:
             require_data(run.data_seen)
             run.agreement = Agreement(

@@ -6,6 +6,7 @@ when it goes. Dynamo and Inductor take a second to import, so functions import t
 
 from inlay.torch_private.compilers import (
     as_if_traced,
+    branch_errors,
     compile_options,
     compiler_named,
     compiling_in,
@@ -65,6 +66,7 @@ __all__ = [
     "allow_real_tensors",
     "as_if_traced",
     "aten_name",
+    "branch_errors",
     "compile_options",
     "compiled_in_place",
     "compiler_named",

@@ -12,6 +12,7 @@ from inlay.torch_private.tensors import FakeTensorMode
 
 __all__ = [
     "as_if_traced",
+    "branch_errors",
     "compile_options",
     "compiler_named",
     "compiling_in",
@@ -101,6 +102,16 @@ def graph_break_errors() -> tuple[type[Exception], ...]:
     )
 
     return Unsupported, UncapturedHigherOrderOpError, InternalTorchDynamoError
+
+
+def branch_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that Dynamo raises where code branches on the values of tensors.
+
+    torch 2.1; those that `graph_break_errors` returns are left out.
+    """
+    from torch._dynamo.exc import UserError
+
+    return (UserError,)
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:

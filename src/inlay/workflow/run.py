@@ -104,7 +104,7 @@ def calibrate(
                 check_trace(run, shortest, accept=accept)
     with stages(_SEARCHING):
         run.finalize(accept=accept)
-    run.data += divided(batches, run.data_parts)
+    run.data += divided(batches, run.data_parts) + batches.remarks(run.plan.needs_data)
     keeper.finish(run)
     return run
 
