@@ -5,9 +5,10 @@ call: to round in a form that compiles well, and to estimate errors without roun
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType, quant_args
 
 from inlay.errors import ConfigurationError
 
@@ -65,17 +66,28 @@ class NumberFormat:
     grid: IntegerGrid | FloatGrid
 
 
+def _grid_of(numbers: Any) -> FloatGrid:
+    """Describe the grid that compressed-tensors defines by bits of exponent and mantissa."""
+    return FloatGrid(
+        mantissa=numbers.mantissa,
+        smallest_exponent=2 - 2 ** (numbers.exponent - 1),
+        largest=numbers.max,
+    )
+
+
+# compressed-tensors has FP6 since 0.20.
+_FLOATS = {4: "FP4_E2M1_DATA", 6: "FP6_E2M3_DATA", 8: "FP8_E4M3_DATA"}
+
 FORMATS: dict[tuple[str, int], NumberFormat] = {
     **{
         ("int", bits): NumberFormat(name=f"int{bits}", grid=IntegerGrid(steps=2**bits - 1))
         for bits in range(2, 9)
     },
-    ("float", 4): NumberFormat(
-        name="float4", grid=FloatGrid(mantissa=1, smallest_exponent=0, largest=6.0)
-    ),
-    ("float", 8): NumberFormat(
-        name="float8", grid=FloatGrid(mantissa=3, smallest_exponent=-6, largest=448.0)
-    ),
+    **{
+        ("float", bits): NumberFormat(name=f"float{bits}", grid=_grid_of(getattr(quant_args, name)))
+        for bits, name in _FLOATS.items()
+        if hasattr(quant_args, name)
+    },
 }
 
 

@@ -34,6 +34,7 @@ class Storage:
 _STORAGE: dict[str, Storage] = {
     CompressionFormat.nvfp4_pack_quantized.value: Storage(is_slow=True, loads_as=torch.bfloat16),
     CompressionFormat.mxfp4_pack_quantized.value: Storage(is_slow=True, loads_as=torch.bfloat16),
+    "mxfp6-pack-quantized": Storage(loads_as=torch.bfloat16),  # compressed-tensors 0.20
     CompressionFormat.mxfp8_quantized.value: Storage(loads_as=torch.bfloat16),
     CompressionFormat.pack_quantized.value: Storage(),
     CompressionFormat.int_quantized.value: Storage(),
@@ -56,22 +57,20 @@ def dtype_to_load(format_names: Iterable[str | None]) -> torch.dtype | None:
 def require_storable(weights: QuantizationArgs) -> None:
     """Refuse weights that no compressor stores as they were calibrated.
 
-    compressed-tensors packs FP4 weights in two layouts only. It takes any groups of 16 or 32 for
-    them, drops what these layouts cannot hold, and fails on others once it writes.
+    compressed-tensors packs FP4 and FP6 weights in few layouts. It takes any groups of 16 or 32
+    for them, drops what these layouts cannot hold, and fails on others once it writes.
 
-    :raises ConfigurationError: if the weights are FP4 and neither NVFP4 nor MXFP4
+    :raises ConfigurationError: if FP4 weights are neither NVFP4 nor MXFP4, or FP6 ones not MXFP6
     """
-    if name_of(weights) != "float4":
-        return
+    layouts = _LAYOUTS.get(name_of(weights), {})
     layout = weights.strategy, weights.group_size, weights.scale_dtype
-    if layout not in _FP4:
+    if layouts and layout not in layouts:
         strategy = getattr(weights.strategy, "value", weights.strategy)
         group = "" if weights.group_size is None else f" of {weights.group_size}"
         raise ConfigurationError(
-            f"weights in float4 with strategy {strategy}{group} and scales in "
+            f"weights in {name_of(weights)} with strategy {strategy}{group} and scales in "
             f"{weights.scale_dtype or 'the dtype of the model'} cannot be stored; use the preset "
-            "NVFP4A16 (tensor_group of 16, scales in float8_e4m3fn) or MXFP4A16 (group of 32, "
-            "scales in uint8)"
+            + " or ".join(layouts.values())
         )
 
 
@@ -89,7 +88,12 @@ def columns_problem(columns: int, args: QuantizationArgs) -> str | None:
     return f"{columns} columns cannot be divided into {what}" if size and columns % size else None
 
 
-_FP4 = {
-    (QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn),
-    (QuantizationStrategy.GROUP, 32, torch.uint8),
+_NV = (QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn)
+_MX = (QuantizationStrategy.GROUP, 32, torch.uint8)
+_LAYOUTS = {
+    "float4": {
+        _NV: "NVFP4A16 (tensor_group of 16, scales in float8_e4m3fn)",
+        _MX: "MXFP4A16 (group of 32, scales in uint8)",
+    },
+    "float6": {_MX: "MXFP6A16 (group of 32, scales in uint8)"},
 }
