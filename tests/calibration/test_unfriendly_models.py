@@ -253,7 +253,7 @@ def test_batches_under_autocast_are_observed_as_hooks_see_them() -> None:
     """Autocast keeps weights that it cast, and gave them to the trace of the next size."""
     model = called_twice().requires_grad_(True)
     calibration = Calibration(model, STATIC, compiler="eager")
-    with Hooks.on(copy.deepcopy(model), Plan(model, STATIC), model) as hooks:
+    with Hooks.on(copy.deepcopy(model), Plan(model, STATIC)) as hooks:
         for value in X:
             with torch.autocast("cpu", torch.bfloat16):
                 hooks.model(value)
