@@ -62,5 +62,6 @@ COMPARE: tuple[type[Pass], ...] = (
     InlineCalls,  # first, as above
     Annotate,
     CompareLayers,  # needs the annotations
+    LeaveOutPadding,  # gives compare nodes the valid tokens
     UseEqualized,  # after comparing was put in, which compares the weights that are read
 )

@@ -22,7 +22,7 @@ from inlay.graph import (
     weight_use,
 )
 from inlay.nodes.compare_experts import CompareExperts
-from inlay.nodes.compare_layer import POWERS, BatchMask, CompareLayer
+from inlay.nodes.compare_layer import POWERS, CompareLayer
 from inlay.nodes.experts import QuantizeExperts
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.nodes.routing import routing_of
@@ -45,9 +45,8 @@ class CompareLayers(Pass):
                                                      return y
 
     The node feeds the layer the same input with input and weight quantized, and adds the powers of
-    signal and error to sums that are inputs of the graph, as is the mask of the batch that tells it
-    what is padding. A product with the weights of many experts is compared for each expert. The
-    graph has to run op by op.
+    signal and error to sums that are inputs of the graph. A product with the weights of many
+    experts is compared for each expert. The graph has to run eagerly.
     """
 
     qparams: Mapping[str, QParamsDict]
@@ -91,8 +90,7 @@ class CompareLayers(Pass):
         any_slot = next(iter(slots.values()))
         sums = torch.zeros(len(POWERS), dtype=torch.float64)
         errors = add_input(gm.graph, SlotInput(any_slot.name, "errors"), sums, self.name)
-        batch = add_input(gm.graph, SlotInput(any_slot.name, "batch"), BatchMask(), self.name)
-        args = [use.value, use.output, weight, folded, errors, batch]
+        args = [use.value, use.output, weight, folded, errors]
         routing = routing_of(node) if use.kind == "experts" else None
         read = slots.get("input")
         names: tuple[str, ...] = ()

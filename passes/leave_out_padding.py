@@ -1,4 +1,4 @@
-"""Keep the padding of a batch out of the statistics."""
+"""Keep the padding of a batch out of statistics and comparisons."""
 
 import warnings
 from dataclasses import dataclass
@@ -6,99 +6,116 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from inlay.errors import StatisticsError
 from inlay.graph import (
+    PaddingMask,
     Pass,
     PassResult,
-    attention_masks,
+    add_input,
     copy,
     fake_value,
-    module_path,
     observes,
     require_whole,
+    slot_input,
 )
+from inlay.nodes.compare_experts import CompareExperts
+from inlay.nodes.compare_layer import CompareLayer
 from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe
-from inlay.nodes.routing import Routing, routing_by
+from inlay.nodes.routing import routing_by
+from inlay.padding.layouts import Layouts
+from inlay.recipe import Slot
 from inlay.statistics.rule import Rule
-from inlay.torch_private import sizes_are_equal
 
 __all__ = ["LeaveOutPadding"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveOutPadding(Pass):
-    """Give observe nodes the attention mask of the batch, if the model is called with one.
+    """Give observe and compare nodes the valid tokens of the batch, as an input of the graph.
 
     Before:                             After:
-        x, attention_mask                   x, attention_mask
-        observe(x, fc_input_seen, ...)      observe(x, fc_input_seen, ..., mask=attention_mask)
+        x                                   x, valid
+        observe(x, fc_input_seen, ...)      observe(x, fc_input_seen, ..., mask=valid)
         y = linear(x, w)                    y = linear(x, w)
         return y                            return y
 
-    A mask has a number for each token of each sequence, zero for padding. A value is matched with a
-    mask by its shape. A value without tokens, such as the input of a pooler, counts as a whole.
-    Rows that are sent to experts are the tokens that the graph took them from.
+    The layouts say for each slot which dimensions of its value are batch and tokens, and which
+    sequence the tokens are of. A slot without tokens, such as the input of a pooler, counts as a
+    whole. Rows that are sent to experts are the tokens that the graph took them from. A slot whose
+    layout is unknown is refused if it is observed, and counts as a whole if it is compared.
+
+    :param layouts: those of the batch; None for a batch without padding
     """
+
+    layouts: Layouts | None = None
 
     def requires(self, gm: GraphModule) -> None:
         require_whole(gm)
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
-        masks = attention_masks(gm)
         modified = False
-        for node in gm.graph.nodes:
-            if not isinstance(node.target, Observe) or "mask" in node.kwargs:
+        for node in gm.graph.nodes if self.layouts is not None else ():
+            if "mask" in node.kwargs:
                 continue
-            routing = _routing_of(node)
-            mask = _mask_of(node, masks, node.args[0] if routing is None else routing.source)
-            if mask is None:
-                continue
-            if routing is not None:
-                node.update_kwarg("token_of_row", routing.tokens)
-            elif node.target.reason is None and not node.target.rule.leaves_out_padding:
-                _warn(node.target.rule)
-                continue
-            node.update_kwarg("mask", mask)
-            modified = True
+            if isinstance(node.target, Observe):
+                modified |= self._leave_out(gm, node, node.target, observes(node)[0])
+            elif isinstance(node.target, CompareLayer | CompareExperts):
+                modified |= self._leave_out_if_known(gm, node)
         gm.recompile()
         return PassResult(gm, modified)
 
+    def _leave_out(self, gm: GraphModule, node: Node, target: Observe, slot: Slot) -> bool:
+        """Give an observe node its mask."""
+        assert self.layouts is not None
+        rule = target.rule
+        if rule.slot.args.strategy == "token" and not rule.slot.is_channels:
+            return False  # each token has statistics of its own
+        mask = self.layouts.of(slot)
+        if mask is None:
+            return False
+        value = node.args[0]
+        if isinstance(target, ObserveExperts):
+            ends = node.kwargs["ends"]
+            routing = routing_by(ends) if isinstance(ends, Node) else None
+            if routing is None or routing.tokens is None or routing.source is None:
+                raise StatisticsError(
+                    f"cannot leave padding out of {slot.name}: the graph does not show which "
+                    "tokens its experts are given. Use batch_size=1, or count padding with "
+                    "count_padding=True"
+                )
+            node.update_kwarg("token_of_row", routing.tokens)
+            value = routing.source
+        elif not target.is_opaque and not rule.leaves_out_padding:
+            _warn(rule)
+            return False
+        self._give(gm, node, mask, value, slot)
+        return True
 
-def _routing_of(node: Node) -> Routing | None:
-    ends = node.kwargs.get("ends") if isinstance(node.target, ObserveExperts) else None
-    return routing_by(ends) if isinstance(ends, Node) else None
+    def _leave_out_if_known(self, gm: GraphModule, node: Node) -> bool:
+        """Give a compare node its mask."""
+        assert self.layouts is not None
+        what = slot_input(node.args[4])
+        module = "" if what is None else what.slot.rpartition(".")[0]
+        mask = self.layouts.mask_of_input(module)
+        value = node.args[0]
+        if mask is not None and isinstance(node.target, CompareExperts):
+            ends = node.kwargs["ends"]
+            value = routing_by(ends).source if isinstance(ends, Node) else None
+        if mask is None or not isinstance(value, Node):
+            return False
+        self._give(gm, node, mask, value, None)
+        return True
 
-
-def _mask_of(node: Node, masks: dict[str, Node], of: object) -> Node | None:
-    value = fake_value(of) if isinstance(of, Node) else None
-    assert isinstance(node.target, Observe)
-    if not isinstance(value, torch.Tensor):
-        return None
-    rule = node.target.rule
-    fitting = {name: m for name, m in masks.items() if _fits(value, fake_value(m), rule)}
-    if len(fitting) < 2:
-        return next(iter(fitting.values()), None)
-    # Encoder and decoder may happen to have the same length.
-    path = module_path(node) or observes(node)[0].module
-    own = [m for name, m in fitting.items() if f"{name.partition('_')[0]}." in path]
-    return own[0] if own else fitting.get("attention_mask")
-
-
-def _fits(value: torch.Tensor, mask: torch.Tensor, rule: Rule) -> bool:
-    """Tell whether the observations in a value are the tokens of the mask, in that order."""
-    batch, tokens = mask.shape
-    if rule.slot.args.strategy == "token" and not rule.slot.is_channels:
-        return False
-    if rule.slot.is_attention:
-        return sizes_are_equal(value.shape[0], batch) and sizes_are_equal(value.shape[2], tokens)
-    if value.ndim == 2:
-        return sizes_are_equal(value.shape[0], batch * tokens)
-    return (
-        value.ndim > 2
-        and sizes_are_equal(value.shape[0], batch)
-        and sizes_are_equal(value.shape[1], tokens)
-    )
+    def _give(
+        self, gm: GraphModule, node: Node, mask: PaddingMask, value: object, slot: Slot | None
+    ) -> None:
+        example = fake_value(value) if isinstance(value, Node) else None
+        assert isinstance(example, torch.Tensor), "what is observed has a shape"
+        if slot is not None and slot.is_attention:
+            example = example.select(1, 0)
+        node.update_kwarg("mask", add_input(gm.graph, mask, mask.example(example), self.name))
 
 
 def _warn(rule: Rule) -> None:

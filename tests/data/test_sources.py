@@ -380,19 +380,31 @@ def test_tokens_are_counted_without_padding(rows: list[list[int]], batch_size: i
     found = batches_of(
         list(map(text_of, rows)), tokenizer=TOKENIZER, batch_size=batch_size, held_out=0
     )
-    counts = [count_tokens(batch) for batch in found]
+    counts = [count_tokens(torch.nn.Identity(), batch) for batch in found]
     assert sum(tokens for tokens, _ in counts) == sum(map(len, rows))
     assert sum(map(sum, counts)) == sum(batch["input_ids"].numel() for batch in found)  # type: ignore[call-overload]
 
 
+class Model(torch.nn.Module):
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return input_ids
+
+
 def test_tokens_without_a_mask() -> None:
-    assert count_tokens((torch.ones(2, 3, dtype=torch.int64),)) == (6, 0)
-    assert count_tokens({"inputs_embeds": torch.ones(2, 3, 8)}) == (6, 0)
-    assert count_tokens((torch.ones(5, 8),)) == (5, 0)
-    assert count_tokens({"pixel_values": torch.ones(2, 3, 4, 4)}) == (2, 0)
-    causal = torch.ones(2, 1, 3, 3)  # not a mask of padding
-    ids = torch.ones(2, 3, dtype=torch.int64)
-    assert count_tokens({"input_ids": ids, "attention_mask": causal}) == (6, 0)
+    model = Model()
+    assert count_tokens(model, (torch.ones(2, 3, dtype=torch.int64),)) == (6, 0)
+    assert count_tokens(model, {"inputs_embeds": torch.ones(2, 3, 8)}) == (6, 0)
+    assert count_tokens(model, (torch.ones(5, 8),)) == (5, 0)
+    assert count_tokens(model, {"pixel_values": torch.ones(2, 3, 4, 4)}) == (2, 0)
+
+
+def test_tokens_of_masks() -> None:
+    """By name or by position, of tokens or of pairs of them."""
+    ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert count_tokens(Model(), {"input_ids": ids, "attention_mask": mask}) == (5, 1)
+    assert count_tokens(Model(), (ids, mask)) == (5, 1)
+    pairs = (torch.ones(3, 3).tril().bool() & mask[:, None, :].bool())[:, None]
+    assert count_tokens(Model(), (ids, pairs)) == (5, 1)
 
 
 tensors = st.builds(

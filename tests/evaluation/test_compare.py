@@ -18,7 +18,6 @@ from inlay.evaluation import measures
 from inlay.evaluation.compare import Comparison, compare
 from inlay.evaluation.layer_errors import Noise
 from inlay.evaluation.measures import NO_LABEL, Choices, Vectors, next_tokens
-from inlay.nodes.compare_layer import counted_rows
 
 STATIC = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
 CAUSAL = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
@@ -178,15 +177,6 @@ def test_the_next_token_counts_if_both_do() -> None:
     no = NO_LABEL
     assert next_tokens(ids, counted).tolist() == [[1, 2, no, no], [no, 6, 7, no]]
     assert next_tokens(ids, None).tolist() == [[1, 2, 3, no], [5, 6, 7, no]]
-
-
-def test_rows_count_where_they_are_positions() -> None:
-    counted = torch.tensor([[True, False], [True, True]])
-    for shape in ((2, 2, 3), (4, 3)):
-        rows = torch.zeros(shape).flatten(0, -2)[counted_rows(torch.zeros(shape), counted)]
-        assert len(rows) == 3
-    assert counted_rows(torch.zeros(5, 3), counted) == slice(None)
-    assert counted_rows(torch.zeros(2, 2, 3), None) == slice(None)
 
 
 # Layers

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from graphs import STATIC, TRACERS, Functional, linear, ops, trace
 
 from inlay.graph import Pipeline, slot_inputs
-from inlay.nodes.compare_layer import BatchMask, CompareLayer
+from inlay.nodes.compare_layer import CompareLayer
 from inlay.nodes.quantize import QuantizeDequantize, fold_weight
 from inlay.passes import COMPARE, Annotate, CompareLayers
 from inlay.recipe import Plan, Recipe
@@ -53,7 +53,7 @@ def test_sums_are_the_powers_of_signal_and_error(how: str, bias: bool) -> None:
     compared = Pipeline.of(COMPARE, plan=plan, qparams=qparams)(gm).graph_module
     weight, slots = model.fc.weight.detach(), plan.slots
     folded = fold_weight(weight, slots["fc.weight"].args, qparams["fc.weight"])
-    known = {"folded": folded, "errors": torch.zeros(5, dtype=torch.float64), "batch": BatchMask()}
+    known = {"folded": folded, "errors": torch.zeros(5, dtype=torch.float64)}
     known |= qparams["fc.input"]
     parameters = {"weight": weight, "bias": model.fc.bias, "x": X}
     added = slot_inputs(compared.graph)
@@ -87,13 +87,11 @@ def test_one_product_tells_what_two_tell(quantized: str, dtype: torch.dtype) -> 
     quantize = QuantizeDequantize(args, ("scale", "zero_point"))
     folded = weight if quantized == "input" else (weight * 8).round() / 8
     used = x if quantized == "weight" else quantize(x, *qparams)
-    sums, mask = (
-        torch.zeros(5, dtype=torch.float64),
-        BatchMask(torch.tensor([[1, 1, 0], [1, 1, 1]])),
-    )
+    sums = torch.zeros(5, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]) == 1
     node = CompareLayer(None if quantized == "weight" else quantize)
-    node(x, F.linear(x, weight), weight, folded, sums, mask, *qparams)
-    kept = mask.mask.flatten() != 0
+    node(x, F.linear(x, weight), weight, folded, sums, *qparams, mask=mask)
+    kept = mask.flatten()
     rows = (t.flatten(0, 1)[kept].double() for t in (used, x))
     products = [F.linear(a, w.double()) for a, w in zip(rows, (folded, weight), strict=True)]
     torch.testing.assert_close(sums[1], (products[0] - products[1]).square().sum())

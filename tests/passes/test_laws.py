@@ -11,7 +11,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from inlay import Calibration, Recipe
-from inlay.graph import observes
+from inlay.graph import MAIN, PaddingMask, observes
+from inlay.padding.layouts import Layouts
 from inlay.passes import (
     Annotate,
     CompareLayers,
@@ -70,34 +71,20 @@ def blocks() -> nn.Module:
     return Functional(lambda self, x: self.layers(x), layers=stack)
 
 
-class GivenAMask(nn.Module):
-    """A layer that is given a mask and does not read it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = linear()
-
-    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.fc.weight)
-
-
 KEPT: list[nn.Module] = []  # graphs know the weights of their model by weak references
 
 
 def shown(model: nn.Module, recipe: Recipe, *steps: type[Pass]) -> GraphModule:
     """The graph of a model, after these passes."""
     KEPT.append(model)
-    traced = (
-        trace("symbolic_trace", model, torch.randn(2, 5, 4), torch.ones(2, 5))
-        if isinstance(model, GivenAMask)  # the other tracers drop what is not read
-        else trace("dynamo", model, X)
-    )
+    traced = trace("dynamo", model, X)
     return Pipeline.of(steps, plan=Plan(model, recipe))(traced).graph_module
 
 
 ONE = one_layer()
 PLAN = Plan(ONE, STATIC)
 QPARAMS = qparams_of(PLAN, ONE)
+LAYOUTS = Layouts({"fc.input": PaddingMask(MAIN, ("rows",))}, frozenset({MAIN}))
 INSERTED = (InlineCalls, Annotate, InsertObservers)
 SHARED = (*INSERTED, ShareObservers)
 
@@ -107,7 +94,7 @@ ON_GENERATED = [
     PassSubject(Annotate),
     PassSubject(InsertObservers(), after=(InlineCalls, Annotate)),
     PassSubject(ShareObservers(), after=INSERTED),
-    PassSubject(LeaveOutPadding(), after=SHARED),
+    PassSubject(LeaveOutPadding, after=SHARED),
     PassSubject(PruneUnobserved(), after=SHARED),
     PassSubject(OutlineRepeats(), after=SHARED),
     PassSubject(MINMAX, after=SHARED),
@@ -129,7 +116,8 @@ def documented() -> list[PassSubject]:
             ShareObservers(), example=shown(two_readers(), INPUTS, Annotate, InsertObservers)
         ),
         PassSubject(
-            LeaveOutPadding(), example=shown(GivenAMask(), INPUTS, Annotate, InsertObservers)
+            LeaveOutPadding(layouts=LAYOUTS),
+            example=shown(one_layer(), INPUTS, Annotate, InsertObservers),
         ),
         PassSubject(
             PruneUnobserved(), example=shown(one_layer(), INPUTS, Annotate, InsertObservers)

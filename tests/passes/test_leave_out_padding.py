@@ -3,82 +3,84 @@ import torch
 from graphs import STATIC, TRACERS, linear, observed, trace
 from torch import nn
 
-import inlay
+from inlay.errors import StatisticsError
+from inlay.graph import MAIN, PaddingMask, slot_inputs
 from inlay.nodes.observe import Observe
+from inlay.padding.layouts import Layout, Layouts
 from inlay.passes import LeaveOutPadding
 from inlay.recipe import Plan
 
 
-class Masked(nn.Module):
-    def __init__(self, values: int = 3) -> None:
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
         self.fc = linear()
-        self.values = values
 
-    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        x = x * attention_mask[..., None]
-        if self.values == 2:
-            return self.fc(x.reshape(-1, 4))
-        return self.fc(x[:, 0]) if self.values == 1 else self.fc(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
 
 
-def masks(gm) -> list[str]:
-    return [
-        str(node.kwargs.get("mask", "none"))
-        for node in gm.graph.nodes
-        if isinstance(node.target, Observe)
-    ]
+def leaving_out(layout: Layout, *, masked: tuple[str, ...] = (MAIN,)) -> LeaveOutPadding:
+    return LeaveOutPadding(layouts=Layouts({"fc.input": layout}, frozenset(masked)))
 
 
-def masked(how: str, values: int = 3, mask: torch.Tensor | None = None):
-    model = Masked(values)
-    mask = torch.ones(2, 5, dtype=torch.int64) if mask is None else mask
-    gm = trace(how, model, torch.randn(2, 5, 4), mask)
-    return observed(gm, Plan(model, STATIC), LeaveOutPadding())
+def masked(how: str, step: LeaveOutPadding, x: torch.Tensor):
+    model = OneLayer()
+    return observed(trace(how, model, x), Plan(model, STATIC), step)
+
+
+def mask_of(gm) -> torch.Tensor | None:
+    (node,) = (node for node in gm.graph.nodes if isinstance(node.target, Observe))
+    mask = node.kwargs.get("mask")
+    return None if mask is None else mask.meta["example_value"]
+
+
+TOKENS = PaddingMask(MAIN, ("batch", "tokens"))
 
 
 @pytest.mark.parametrize("how", TRACERS)
 def test_docstring_example(how: str) -> None:
-    gm = masked(how)
-    (name,) = masks(gm)
-    assert "attention_mask" in name
-    assert not LeaveOutPadding()(gm).modified
+    step = leaving_out(TOKENS)
+    gm = masked(how, step, torch.randn(2, 5, 4))
+    assert mask_of(gm).shape == (2, 5)
+    assert TOKENS in slot_inputs(gm.graph).values()
+    assert not step(gm).modified
 
 
-@pytest.mark.parametrize(("values", "found"), [(3, True), (2, True), (1, False)])
-def test_values_are_matched_by_their_shape(values: int, found: bool) -> None:
-    (name,) = masks(masked("dynamo", values))
-    assert (name != "none") == found
+def test_batches_without_padding_need_no_mask() -> None:
+    assert mask_of(masked("dynamo", LeaveOutPadding(), torch.randn(2, 5, 4))) is None
 
 
-def test_a_mask_of_another_shape_says_nothing_of_tokens() -> None:
-    (name,) = masks(masked("dynamo", mask=torch.ones(5)))
-    assert name == "none"
+@pytest.mark.parametrize(
+    ("layout", "shape", "expected"),
+    [
+        (PaddingMask(MAIN, ("tokens", "batch")), (5, 2, 4), (5, 2)),
+        (PaddingMask(MAIN, ("batch", "", "tokens")), (2, 3, 5, 4), (2, 1, 5)),
+        (PaddingMask(MAIN, ("rows",)), (10, 4), (10,)),
+        (PaddingMask(MAIN, ("columns", "")), (10, 3, 4), (10, 1)),
+    ],
+)
+def test_a_mask_has_the_layout_of_its_value(layout, shape, expected) -> None:
+    assert mask_of(masked("dynamo", leaving_out(layout), torch.randn(shape))).shape == expected
+    valid = torch.rand(2, 5) > 0.5
+    arranged = layout.of(valid)
+    assert arranged.shape == expected
+    tokens = valid if "rows" in layout.axes or layout.axes[0] == "batch" else valid.t()
+    assert torch.equal(arranged.flatten(), tokens.flatten())
 
 
-def test_sizes_that_vary_each_by_themselves_are_matched_too() -> None:
-    class Apart(nn.Module):
-        """Reads the mask where nothing says that it is as long as the value."""
+def test_values_without_tokens_and_sequences_without_a_mask_count_as_a_whole() -> None:
+    x = torch.randn(2, 5, 4)
+    assert mask_of(masked("dynamo", leaving_out(None), x)) is None
+    decoder = leaving_out(PaddingMask("decoder", ("batch", "tokens")))
+    assert mask_of(masked("dynamo", decoder, x)) is None
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = linear()
 
-        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-            return self.fc(x) * attention_mask.sum()
-
-    model = Apart()
-    recipe = inlay.Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
-    calibration = inlay.Calibration(model, recipe, compiler="eager")
-    for length in (5, 7):
-        x, mask = torch.rand(3, length, 4), torch.ones(3, length)
-        x[0, -1], mask[0, -1] = 100, 0
-        for tensor in (x, mask):
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
-        calibration.observe(x, mask)
-    assert len(calibration.graphs) == 1
-    assert float(calibration.stored().slots["fc.input"].tensors["max_vals"]) <= 1
-    # A mask of another length is not taken for one of the value.
-    calibration.observe(torch.full((3, 5, 4), 3.0), torch.zeros(3, 6))
-    assert len(calibration.graphs) == 2
-    assert float(calibration.stored().slots["fc.input"].tensors["max_vals"]) == 3
+def test_a_slot_whose_layout_is_unknown_is_refused_by_name() -> None:
+    x = torch.randn(2, 5, 4)
+    with pytest.raises(
+        StatisticsError, match=r"out of fc\.input: it is strange\. Use"
+    ):
+        masked("dynamo", leaving_out("it is strange"), x)
+    with pytest.raises(StatisticsError, match="no call of its module was seen"):
+        masked("dynamo", LeaveOutPadding(layouts=Layouts({}, frozenset({MAIN}))), x)

@@ -203,13 +203,31 @@ def padded(model) -> list[dict]:
     return [one]
 
 
-def test_padding_that_cannot_be_told_from_data_is_refused() -> None:
+@pytest.mark.parametrize("by_position", [False, True])
+def test_padding_is_left_out_and_reported_for_a_model_that_does_not_read_its_mask(
+    by_position: bool,
+) -> None:
     model = Unmasked()
     recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
-    with pytest.raises(StatisticsError, match="reads no attention_mask"):
-        calibrate(model, recipe, padded(model), compiler="eager")
-    torch._dynamo.reset()
-    assert calibrate(model, recipe, padded(model), compiler="eager", count_padding=True).qparams
+    (one,) = padded(model)
+    data = [(one["input_ids"], one["attention_mask"])] if by_position else [one]
+    run = calibrate(model, recipe, data, held_out=0, compiler="eager")
+    valid = int(one["attention_mask"].sum())
+    assert int(run.stored().slots["fc.input"].tokens) == valid
+    seen = run.data_seen
+    assert (seen.tokens, seen.padding) == (valid, one["attention_mask"].numel() - valid)
+
+
+def test_a_mask_that_does_not_tell_padding_is_refused() -> None:
+    model = Unmasked()
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    (one,) = padded(model)
+    rows, tokens = one["input_ids"].shape
+    data = [{**one, "attention_mask": torch.randn(rows, 1, tokens, tokens)}]
+    with pytest.raises(StatisticsError, match="does not tell for certain which tokens are padding"):
+        calibrate(model, recipe, data, held_out=0, compiler="eager")
+    run = calibrate(model, recipe, data, held_out=0, compiler="eager", count_padding=True)
+    assert (run.data_seen.tokens, run.data_seen.padding) == (rows * tokens, 0)
 
 
 @Observer.register("test_average_of_all")

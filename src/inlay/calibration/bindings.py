@@ -9,10 +9,19 @@ from torch.fx import GraphModule
 
 from inlay.calibration.weights import Weights
 from inlay.equalization.equalization import Equalization
-from inlay.graph import bind, fake_value, inputs_of, observes, slot_inputs, tensor_of
-from inlay.nodes.compare_layer import POWERS, BatchMask
+from inlay.graph import (
+    PaddingMask,
+    bind,
+    fake_value,
+    inputs_of,
+    observes,
+    slot_inputs,
+    tensor_of,
+)
+from inlay.nodes.compare_layer import POWERS
 from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe
+from inlay.padding.of_batch import Padding
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 
@@ -23,16 +32,21 @@ class Bindings:
     """The tensors of one calibration that its graphs take as inputs.
 
     :param equalization: takes in what graphs say about it
+    :param padding: that of the batch that runs
     """
 
     def __init__(
-        self, statistics: StatisticsBySlot, weights: Weights, equalization: Equalization
+        self,
+        statistics: StatisticsBySlot,
+        weights: Weights,
+        equalization: Equalization,
+        padding: Padding,
     ) -> None:
         self.statistics = statistics
         self.weights = weights
         self.equalization = equalization
         self.layer_errors: dict[str, torch.Tensor] = {}  # sums of compare nodes, by module
-        self.batch = BatchMask()
+        self.padding = padding
 
     def errors_of(self, slot: Slot, device: torch.device | None) -> torch.Tensor:
         """The sums that compare nodes of the slot's module add to, made when first asked for."""
@@ -80,11 +94,12 @@ class Bindings:
 
 @dataclass(frozen=True)
 class GivenInput:
-    """An input that a pass added to a graph: one of the statistics of slots, or a qparam of one.
+    """An input that a pass added to a graph, such as one of the statistics of slots, or a qparam.
 
     :param slots: as they were traced
     :param observe: what observes them; None for a qparam or a folded weight
     :param position: of the parameter among the inputs whose equalized copy this is
+    :param mask: which padding mask it is, if it is one
     """
 
     key: str
@@ -92,6 +107,7 @@ class GivenInput:
     observe: Observe | None
     device: torch.device | None
     position: int | None = None
+    mask: PaddingMask | None = None
 
     def tensor(
         self,
@@ -99,20 +115,20 @@ class GivenInput:
         names: dict[str, str],
         args: Sequence[Any],
         observers: dict[str, Mapping[str, torch.Tensor]],
-    ) -> torch.Tensor | BatchMask:
-        """The tensor to pass, or the mask of whatever batch runs.
+    ) -> torch.Tensor | PaddingMask:
+        """Return the tensor to pass, or which mask, as each batch has its own.
 
         :param names: from modules as they were traced to those that the graph is called for
         :param args: what the graph is called with
         :param observers: inputs of observers that were asked for before; each has several
         """
+        if self.mask is not None:
+            return self.mask
         if self.position is not None:
             return bindings.weights.equalized.of(args[self.position])
         if self.observe is not None and self.slots[0].name in observers:
             return observers[self.slots[0].name][self.key]
         slots = [_renamed(slot, names) for slot in self.slots]
-        if self.key == "batch":
-            return bindings.batch
         if self.key == "errors":
             return bindings.errors_of(slots[0], self.device)
         if self.observe is None:
@@ -146,12 +162,15 @@ def given_inputs(gm: GraphModule, bindings: Bindings) -> list[GivenInput]:
             observers[slots[0].name] = (slots, node.target)
     result = []
     for node, what in slot_inputs(gm.graph).items():
+        if isinstance(what, PaddingMask):
+            result.append(GivenInput(what.key, (), None, None, mask=what))
+            continue
         if what.key == "equalized":
             result.append(GivenInput(what.key, (), None, None, positions[what.slot]))
             continue
         slots, observe = observers.get(what.slot, ((), None))
         slots = slots or (plan.slot_named(what.slot),)
-        device = getattr(fake_value(node), "device", None)  # the mask of a batch has none
+        device = getattr(fake_value(node), "device", None)
         result.append(GivenInput(what.key, slots, observe, device))
     return result
 

@@ -20,7 +20,6 @@ from torch.fx import Node
 
 from inlay.calibration.tracing import left_alone
 from inlay.errors import GraphError
-from inlay.graph import name_of_mask
 from inlay.nodes.call_region import CallRegion
 from inlay.recipe import Plan
 from inlay.torch_private import (
@@ -90,15 +89,14 @@ class Blocks:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            masks, varying = _masks_of(kwargs), _varying_sizes([args, kwargs])
+            varying = _varying_sizes([args, kwargs])
 
             def call(handle: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 block = Block.of(handle)
                 if varying:
-                    _mark_sizes([args, kwargs, masks], varying)
+                    _mark_sizes([args, kwargs], varying)
                 with as_if_traced(False):  # observers ask, too
-                    result, _ = block.compiled(block.module, args, kwargs, masks)
-                return result
+                    return block.compiled(block.module, args, kwargs)
 
             marked = {cls: _marked(cls.forward, call) for cls in self._marked}
             with self._handles(), _methods("forward", marked), as_if_traced():
@@ -125,15 +123,8 @@ class Blocks:
         return once
 
     def _compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(
-            block: nn.Module, args: Any, kwargs: Mapping[str, Any], masks: Mapping[str, Any]
-        ) -> Any:
-            # Dynamo names a tensor after the place where it meets it first, and the block may be
-            # given the mask as well.
-            _ = [mask.ndim for mask in masks.values()]
-            result = forward(block, *args, **kwargs)
-            # An input stays in the graph only if the graph returns something of it.
-            return result, {name: mask.detach() for name, mask in masks.items()}
+        def run(block: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+            return forward(block, *args, **kwargs)
 
         compiled = torch.compile(run, backend=self._backend.compile_block, fullgraph=True)
 
@@ -254,13 +245,11 @@ class BlockCall:
             fixed=tuple(found for found in _sizes(results) if isinstance(found[2], int)),
         )
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], masks: dict[str, torch.Tensor]
-    ) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = list(_tensors([args, kwargs])) if self.varying else []
         for place, dim in self.varying:
             mark_varying(tensors[place], dim)
-        result, _ = self.block.compiled(self.block.module, args, kwargs, masks)
+        result = self.block.compiled(self.block.module, args, kwargs)
         results = list(_tensors(result))
         if any(results[place].shape[dim] != size for place, dim, size in self.fixed):
             raise GraphError("a block returns other sizes than one like it")
@@ -276,16 +265,6 @@ def block_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model by name, in order: modules of one class that stand in a row."""
     classes = _block_classes(model)
     return {name: module for name, module in model.named_modules() if type(module) in classes}
-
-
-def _masks_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The attention masks of a batch, under the names that blocks know them by."""
-    named = ((name_of_mask(key), value) for key, value in batch.items())
-    return {
-        f"of_batch_{name}": value
-        for name, value in named
-        if name is not None and isinstance(value, torch.Tensor) and value.ndim == 2
-    }
 
 
 def _block_classes(model: nn.Module) -> set[type[nn.Module]]:

@@ -27,6 +27,7 @@ from inlay.fingerprints import fingerprints, weights_in
 from inlay.graph import Pass
 from inlay.memory import return_freed_memory
 from inlay.observers import QParamsDict
+from inlay.padding.of_batch import Padding
 from inlay.passes import PREPARE
 from inlay.ranks.together import together
 from inlay.recipe import Plan, Recipe, Slot
@@ -53,7 +54,7 @@ class Calibration:
         default: `observe` runs eagerly, or compiles with Inductor what the batches that `expect`
         announces are estimated to repay
     :param passes: passes that make a traced graph observe, as types or as instances
-    :param count_padding: whether positions that the attention mask leaves out count all the same
+    :param count_padding: whether padding tokens count, as the attention mask tells them
     :param progress: whether to draw progress bars; by default where there is a terminal
     """
 
@@ -79,7 +80,8 @@ class Calibration:
         self.agreement: Agreement | None = None  # of the traced model with the eager one
         self.equalization = Equalization(model, self.plan)
         weights = Weights(model, self.plan, self.equalization.parameters)
-        self._bindings = Bindings(self.statistics, weights, self.equalization)
+        self.padding = Padding(lambda: self.model, self.plan)
+        self._bindings = Bindings(self.statistics, weights, self.equalization, self.padding)
         pipelines = Pipelines(plan=self.plan, prepare=passes, count_padding=count_padding)
         self.auto = Auto(Savings.of(self.plan, weights.of_module), is_asked=compiler == AUTO)
         self._observing, self._parts = (
@@ -162,7 +164,13 @@ class Calibration:
         if self._graphs_run is None:
             self._graphs_run = run_for_statistics(self.model, self._observing, self._parts)
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
-        with running(self.model):
+        # What is compared leaves padding out if it can; what is observed has to.
+        is_final = self.statistics.is_final
+        counts = self.count_padding and not is_final
+        with (
+            running(self.model),
+            self.padding.of_batch(given, counts=counts, is_required=not is_final),
+        ):
             return self._graphs_run(*args, **given)
 
     @property
@@ -344,7 +352,10 @@ class Calibration:
             run=lambda batch: _call(self._run_graphs, batch),
             backends=(self._observing, self._parts),
             bindings=Bindings(
-                self.statistics, self._bindings.weights.with_own_cache(), self.equalization
+                self.statistics,
+                self._bindings.weights.with_own_cache(),
+                self.equalization,
+                self.padding,
             ),
             pipelines=self._backend.pipelines,
         )

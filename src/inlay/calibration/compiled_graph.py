@@ -16,9 +16,9 @@ from inlay.calibration.pipelines import Pipelines, Purpose
 from inlay.calibration.tracing import Dropped
 from inlay.graph import (
     Lookup,
+    PaddingMask,
     Pipeline,
     Source,
-    attention_masks,
     called_path,
     copy,
     equalizable,
@@ -32,6 +32,7 @@ from inlay.graph import (
     weight_use,
 )
 from inlay.nodes.call_region import CallRegion
+from inlay.padding.layouts import Layouts
 from inlay.passes import InlineCalls
 from inlay.recipe import Locate
 
@@ -100,9 +101,24 @@ class CompiledGraph:
         run, tensors = self.bind(args)
         if self.is_region and self.backend.is_rehearsing:
             raise RehearsedError
-        results = run(*args, *tensors)
+        results = run(*args, *self._of_batch(tensors))
         wanted = self.is_region or self.backend.pipelines.outputs
         return results if wanted else tuple(Dropped() for _ in range(self.num_outputs))
+
+    def _of_batch(self, tensors: list[Any]) -> list[Any]:
+        """Put the masks of the batch that runs in their places."""
+        padding = self.backend.bindings.padding.current
+        if padding is None:
+            return tensors
+        return [padding.mask(t) if isinstance(t, PaddingMask) else t for t in tensors]
+
+    @property
+    def _layouts(self) -> Layouts | None:
+        """Where values have the tokens of this batch, if padding is left out of something."""
+        bindings, pipelines = self.backend.bindings, self.backend.pipelines
+        padding = bindings.padding.current
+        is_needed = pipelines.compare_layers or not bindings.statistics.is_final
+        return padding.layouts if padding is not None and is_needed else None
 
     @property
     def _pipelines(self) -> Pipelines:
@@ -128,7 +144,6 @@ class CompiledGraph:
         return gm
 
     def _call_blocks(self, gm: GraphModule) -> None:
-        masks = {f"of_batch_{name}": node for name, node in attention_masks(gm).items()}
         for call in gm.graph.nodes:
             if call.target is not call_block:
                 continue
@@ -138,7 +153,7 @@ class CompiledGraph:
             run = BlockCall.like(block, given, fake_value(call))
             observes = block.observes(self.backend.bindings.statistics.plan)
             call.target = CallRegion(run, observes=observes)
-            call.args = (args, kwargs, masks)
+            call.args = (args, kwargs)
 
     def unbind(self) -> None:
         """Let go of statistics and folded weights."""
@@ -159,7 +174,9 @@ class CompiledGraph:
         statistics = bindings.statistics
         purpose = self.backend.pipelines.purpose
         parameters = (id(args[position]) for position in self._known_by(args))
-        key = (purpose, statistics.phase, self.backend.root, *parameters)
+        # Layouts live as long as the calibration.
+        of_batch = id(self._layouts)
+        key = (purpose, statistics.phase, self.backend.root, of_batch, *parameters)
         bound = self._bound.get(key)
         if bound is None:
             modules = self.modules(args)
@@ -192,6 +209,9 @@ class CompiledGraph:
         statistics = bindings.statistics
         purpose = self.backend.pipelines.purpose
         key: tuple[Any, ...] = purpose, statistics.phase, *map(statistics.signature, modules)
+        if self._layouts is not None:
+            slots = map(statistics.plan.slots_at, modules)
+            key = (*key, self._layouts.masked, *map(self._layouts.signature, slots))
         if statistics.is_final or statistics.is_second_run:
             key = (*key, *map(bindings.weights.equalized.is_changed, args))
         if key not in self.variants:
@@ -243,17 +263,18 @@ class CompiledGraph:
         self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]
     ) -> Variant:
         pipelines, qparams = self._pipelines, bindings.statistics.qparams
-        equalized = bindings.weights.equalized
+        equalized, layouts = bindings.weights.equalized, self._layouts
         if pipelines.plain:
             whole = Pipeline(())
         elif qparams is not None:
-            whole = pipelines.quantizing(qparams, equalized)
+            whole = pipelines.quantizing(qparams, equalized, layouts)
         elif bindings.statistics.is_second_run:
-            whole = pipelines.observing_equalized(equalized)
+            whole = pipelines.observing_equalized(layouts, equalized)
         else:
-            whole = pipelines.observing()
+            whole = pipelines.observing(layouts)
         # The whole graph is kept for people to read; regions are for the compiler.
-        prepared = whole(gm).graph_module
+        with bindings.padding.noting_problems():
+            prepared = whole(gm).graph_module
         regions = pipelines.cutting()(prepared).graph_module
         is_around = any(map(is_block_call, prepared.graph.nodes))
         compiler = self.backend.compile_around if is_around else self.backend.compile

@@ -84,8 +84,6 @@ def padding_problem(graphs: Iterable[CompiledGraph]) -> str | None:
             f"which {', '.join(sorted(unable))} cannot leave out: it has no method "
             "update_statistics_from_valid"
         )
-    if nodes and not any("mask" in node.kwargs for node in nodes):
-        return "and the model reads no attention_mask that would tell it from data"
     return None
 
 

@@ -7,6 +7,7 @@ from typing import TypeAlias
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.graph import Pass, Pipeline
 from inlay.observers import QParamsDict
+from inlay.padding.layouts import Layouts
 from inlay.passes import (
     COMPARE,
     FINALIZE,
@@ -32,7 +33,7 @@ class Pipelines:
 
     :param prepare: passes that make a traced graph observe, as types or as instances
     :param outputs: whether outputs of the model are wanted, and not only statistics
-    :param count_padding: whether positions that the attention mask leaves out count all the same
+    :param count_padding: whether padding tokens count
     :param compare_layers: whether finalized graphs compare their layers instead of quantizing them
     :param plain: whether graphs are left as they were traced, in every phase
     """
@@ -49,25 +50,33 @@ class Pipelines:
         """Tell apart the pipelines that a calibration runs on one graph in the same phase."""
         return self.outputs, self.compare_layers, self.plain
 
-    def observing(self) -> Pipeline:
-        """From a traced graph to one that observes, whole."""
+    def observing(self, layouts: Layouts | None) -> Pipeline:
+        """From a traced graph to one that observes, whole.
+
+        :param layouts: where values have the tokens of a batch with padding; None without padding
+        """
         without: list[type[Pass]] = [OutlineRepeats]
         if self.outputs:
             without.append(PruneUnobserved)
-        if self.count_padding:
+        if self.count_padding or layouts is None:
             without.append(LeaveOutPadding)
-        return self._without(*without, experts=self.plan.recipe.experts)
+        return self._without(*without, experts=self.plan.recipe.experts, layouts=layouts)
 
-    def observing_equalized(self, equalized: EqualizedParameters) -> Pipeline:
+    def observing_equalized(
+        self, layouts: Layouts | None, equalized: EqualizedParameters
+    ) -> Pipeline:
         """The same for the second run over the data, through equalized parameters."""
         second = (
             replace(step, second_run=True) if isinstance(step, InsertObservers) else step
-            for step in self.observing().passes
+            for step in self.observing(layouts).passes
         )
         return Pipeline((*second, UseEqualized(equalized=equalized)))
 
     def quantizing(
-        self, qparams: Mapping[str, QParamsDict], equalized: EqualizedParameters
+        self,
+        qparams: Mapping[str, QParamsDict],
+        equalized: EqualizedParameters,
+        layouts: Layouts | None = None,
     ) -> Pipeline:
         """From a traced graph to one that quantizes, whole.
 
@@ -75,7 +84,9 @@ class Pipelines:
         """
         qparams = self.plan.with_stacks(qparams)
         if self.compare_layers:
-            return Pipeline.of(COMPARE, plan=self.plan, qparams=qparams, equalized=equalized)
+            return Pipeline.of(
+                COMPARE, plan=self.plan, qparams=qparams, equalized=equalized, layouts=layouts
+            )
         left_out = (OutlineRepeats, PruneUnobserved, LeaveOutPadding, FindEqualizable)
         folding = Pipeline.of(FINALIZE, qparams=qparams, equalized=equalized)
         return Pipeline((*self._without(*left_out).passes, *folding.passes))
@@ -84,9 +95,14 @@ class Pipelines:
         """From a whole graph to regions that are compiled on their own, if these are wanted."""
         return Pipeline(tuple(p for p in self._all().passes if isinstance(p, OutlineRepeats)))
 
-    def _without(self, *left_out: type[Pass], experts: Experts = "routed") -> Pipeline:
-        passes = self._all(experts=experts).passes
+    def _without(
+        self,
+        *left_out: type[Pass],
+        experts: Experts = "routed",
+        layouts: Layouts | None = None,
+    ) -> Pipeline:
+        passes = self._all(experts=experts, layouts=layouts).passes
         return Pipeline(tuple(p for p in passes if not isinstance(p, left_out)))
 
-    def _all(self, experts: Experts = "routed") -> Pipeline:
-        return Pipeline.of(self.prepare, plan=self.plan, experts=experts)
+    def _all(self, experts: Experts = "routed", layouts: Layouts | None = None) -> Pipeline:
+        return Pipeline.of(self.prepare, plan=self.plan, experts=experts, layouts=layouts)

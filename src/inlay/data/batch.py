@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from inlay.calibration.tracing import by_name
+from inlay.errors import StatisticsError
+from inlay.graph import MAIN
+from inlay.padding.valid_tokens import valid_tokens
 from inlay.torch_private import mark_varying
 
 __all__ = [
@@ -32,12 +36,24 @@ def main_tensor(batch: Batch) -> torch.Tensor:
     return batch.get("input_ids", next(iter(batch.values())))
 
 
-def count_tokens(batch: Batch) -> tuple[int, int]:
-    """Return how many tokens of a batch count, and how many are padding."""
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    if mask is not None and mask.ndim == 2:
-        counted = int((mask != 0).sum())
-        return counted, mask.numel() - counted
+def count_tokens(model: nn.Module, batch: Batch, *, count_padding: bool = False) -> tuple[int, int]:
+    """Return how many tokens of a batch are valid, and how many are padding.
+
+    :param model: names the arguments of a batch that has none
+    :param count_padding: whether a mask that does not tell padding for certain is left aside
+    :raises StatisticsError: if a mask does not, and padding is not to be counted
+    """
+    by_position = batch if isinstance(batch, tuple) else ()
+    _, named = by_name(model, by_position, batch if isinstance(batch, Mapping) else {})
+    try:
+        valid = valid_tokens(named).get(MAIN)
+    except StatisticsError:
+        if not count_padding:
+            raise
+        valid = None
+    if valid is not None:
+        counted = int(valid.sum())
+        return counted, valid.numel() - counted
     main = main_tensor(batch)
     if not main.is_floating_point():
         return main.numel(), 0

@@ -15,7 +15,6 @@ from inlay.data.batch import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError
 from inlay.evaluation.layer_errors import layer_errors
 from inlay.evaluation.measures import Choices, Measure, Vectors, next_tokens
-from inlay.nodes.compare_layer import counted_rows
 from inlay.progress import watched
 from inlay.report.data import Change, Finding, LayerError
 
@@ -67,7 +66,6 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
         outputs = Outputs(model)
         shown = watched(batches, "comparing", show=calibration.show_progress)
         for index, batch in enumerate(shown):
-            rerun.bindings.batch.mask = counted_positions(model, batch)
             compares = index < LAYER_BATCHES
             plain = rerun.comparing_layers(batch) if compares else run_eagerly(model, batch)
             outputs.add(batch, plain, rerun.quantized(batch))
@@ -119,11 +117,22 @@ def _named(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
 
 
 def counted_positions(model: nn.Module, batch: Batch) -> torch.Tensor | None:
-    """Return a mask of the positions that are not padding, or None if the batch has no mask."""
-    mask = _named(model, batch).get("attention_mask")
+    """Return a mask of the outputs that are not padding, or None if the batch has none for them.
+
+    A model with an encoder and a decoder returns values of the tokens of its decoder.
+    """
+    has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    mask = _named(model, batch).get("decoder_attention_mask" if has_decoder else "attention_mask")
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return None
     return mask.bool()
+
+
+def _counted_rows(value: torch.Tensor, counted: torch.Tensor | None) -> slice | torch.Tensor:
+    """Return which rows of an output count: all, unless it has a row for each token."""
+    if counted is None or value.shape[:-1] != counted.shape:
+        return slice(None)
+    return counted.flatten()
 
 
 class Outputs:
@@ -152,7 +161,7 @@ class Outputs:
         self, batch: Mapping[str, Any], before: torch.Tensor, after: torch.Tensor
     ) -> None:
         counted = counted_positions(self._model, batch)
-        rows = counted_rows(before, counted)
+        rows = _counted_rows(before, counted)
         labels = None
         ids = batch.get("input_ids")
         if _is_causal(self._model) and ids is not None and ids.shape == before.shape[:-1]:
@@ -173,7 +182,7 @@ class Outputs:
             rows = [v.reshape(len(v), -1) for v in (before, after)]
             self._vectors("sequences", f"the {of}").add(*rows)
             return
-        kept = counted_rows(before, counted)
+        kept = _counted_rows(before, counted)
         tokens = [v.flatten(0, 1)[kept] for v in (before, after)]
         self._vectors("tokens", f"the {of}").add(*tokens)
         weights = torch.ones(before.shape[:2], device=before.device)

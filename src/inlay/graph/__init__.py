@@ -17,15 +17,15 @@ from inlay.graph.equalizable import Equalizable, FoundGroup, FoundProducer, Look
 from inlay.graph.functions import as_function
 from inlay.graph.higher_order import EnclosedSlot, enclosed_slots, transformed_nodes
 from inlay.graph.inputs import (
+    MAIN,
+    PaddingMask,
     SlotInput,
     add_input,
     add_qparams,
-    attention_masks,
     bind,
     erase_with_inputs,
     inputs_of,
     label_inputs,
-    name_of_mask,
     slot_input,
     slot_inputs,
     tensor_of,
@@ -63,11 +63,13 @@ from inlay.graph.shapes import fake_value, propagate_shapes
 from inlay.graph.writes import Writes, writes_to_inputs
 
 __all__ = [
+    "MAIN",
     "EnclosedSlot",
     "Equalizable",
     "FoundGroup",
     "FoundProducer",
     "Lookup",
+    "PaddingMask",
     "Pass",
     "PassResult",
     "Pipeline",
@@ -82,7 +84,6 @@ __all__ = [
     "add_qparams",
     "annotate",
     "as_function",
-    "attention_masks",
     "attention_states",
     "bind",
     "bodies_of",
@@ -106,7 +107,6 @@ __all__ = [
     "mark_observer",
     "module_path",
     "mutates",
-    "name_of_mask",
     "observes",
     "opens_transform",
     "parameter_reads",

@@ -15,16 +15,15 @@ from inlay.graph.meta import made_by, mark_root, stamp
 from inlay.torch_private import example_of, fake_mode_of
 
 __all__ = [
+    "MAIN",
+    "PaddingMask",
     "SlotInput",
     "add_input",
     "add_qparams",
-    "attention_masks",
     "bind",
     "erase_with_inputs",
     "inputs_of",
     "label_inputs",
-    "mark_mask",
-    "name_of_mask",
     "slot_input",
     "slot_inputs",
     "tensor_of",
@@ -32,9 +31,7 @@ __all__ = [
 
 _INPUT = "inlay_input"  # key of node.meta: what an input that a pass added stands for
 _TENSOR = "inlay_tensor"  # key of node.meta: the very tensor that an input is called with
-_MASK_NAME = "inlay_mask"  # key of node.meta: the name of the attention mask that an input is
-# Dynamo prefixes an argument's name with the variable and appends an underscore.
-_MASK = re.compile(r"(?:^|_)((?:decoder_|encoder_)?attention_mask)_?$")
+MAIN = "main"  # the sequence of a model that has no more than one
 
 
 @dataclass(frozen=True)
@@ -45,44 +42,60 @@ class SlotInput:
     key: str
 
 
-def attention_masks(gm: GraphModule) -> dict[str, Node]:
-    """Find the attention masks among the inputs, by name, that have a number for each token."""
-    found = {}
-    for node in inputs_of(gm.graph):
-        name = node.meta.get(_MASK_NAME, name_of_mask(node.name))
-        value = node.meta.get("example_value", node.meta.get("val"))
-        if name is not None and isinstance(value, torch.Tensor) and value.ndim == 2:
-            found[name] = node
-    return found
+@dataclass(frozen=True)
+class PaddingMask:
+    """An input that is True at the valid tokens of a batch, in the layout of the value it is for.
 
+    :param sequence: whose tokens the value has
+    :param axes: what each dimension of the value is, but the last one: "batch" or "tokens", "rows"
+        or "columns" for tokens that were flattened sequence by sequence or step by step, or ""
+    """
 
-def name_of_mask(argument: str) -> str | None:
-    """The name of an attention mask, by that of an argument; None if it is something else."""
-    match = _MASK.search(argument)
-    return match and match.group(1)
+    sequence: str
+    axes: tuple[str, ...]
 
+    @property
+    def slot(self) -> str:
+        return f"{self.sequence}_{'_'.join(axis or 'any' for axis in self.axes)}"
 
-def mark_mask(node: Node, name: str) -> None:
-    """Record that an input is the attention mask of that name, whatever it is called itself."""
-    node.meta[_MASK_NAME] = name
+    @property
+    def key(self) -> str:
+        return "valid"
+
+    def of(self, valid: torch.Tensor) -> torch.Tensor:
+        """Arrange a bool tensor (batch, tokens) like the value."""
+        kept = [axis for axis in self.axes if axis]
+        if kept in (["tokens", "batch"], ["columns"]):
+            valid = valid.t()
+        if len(kept) == 1:
+            valid = valid.reshape(-1)
+        sizes = iter(valid.shape)
+        return valid.reshape([next(sizes) if axis else 1 for axis in self.axes])
+
+    def example(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a mask without data for a value without data."""
+        sizes = [n if axis else 1 for n, axis in zip(value.shape, self.axes, strict=False)]
+        with torch.no_grad():
+            return value.new_empty(sizes, dtype=torch.bool)
 
 
 def inputs_of(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
-def slot_input(value: Any) -> SlotInput | None:
+def slot_input(value: Any) -> SlotInput | PaddingMask | None:
     """Return what an input that a pass added stands for; None for everything else."""
-    found: SlotInput | None = value.meta.get(_INPUT) if isinstance(value, Node) else None
+    is_node = isinstance(value, Node)
+    found: SlotInput | PaddingMask | None = value.meta.get(_INPUT) if is_node else None
     return found
 
 
-def slot_inputs(graph: Graph) -> dict[Node, SlotInput]:
+def slot_inputs(graph: Graph) -> dict[Node, SlotInput | PaddingMask]:
     """Find the inputs that passes added, after the model's own, and what they stand for."""
     return {node: node.meta[_INPUT] for node in inputs_of(graph) if _INPUT in node.meta}
 
 
-def add_input(graph: Graph, what: SlotInput, value: Any, pass_name: str) -> Node:
+def add_input(graph: Graph, what: SlotInput | PaddingMask, value: Any, pass_name: str) -> Node:
     """Add an input after all others, or return the one that is there for the same purpose."""
     for node, existing in slot_inputs(graph).items():
         if existing == what:
@@ -130,7 +143,7 @@ def erase_with_inputs(graph: Graph, node: Node) -> None:
             graph.erase_node(added)
 
 
-def bind(gm: GraphModule, values: Mapping[SlotInput, torch.Tensor]) -> GraphModule:
+def bind(gm: GraphModule, values: Mapping[SlotInput | PaddingMask, torch.Tensor]) -> GraphModule:
     """Turn inputs that passes added into constants of the module."""
     gm = copy(gm)
     for node, what in slot_inputs(gm.graph).items():

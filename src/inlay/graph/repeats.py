@@ -1,7 +1,7 @@
 """Graphs that a graph calls more than once, such as a block that Dynamo traced once."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from inlay.errors import GraphError
 from inlay.graph.editing import bodies_of, copy, switches_modes
 from inlay.graph.higher_order import transformed_nodes
-from inlay.graph.inputs import attention_masks, inputs_of, mark_mask
+from inlay.graph.inputs import inputs_of
 from inlay.graph.matching import transposed_by, weight_use
 from inlay.graph.writes import writes_to_inputs
 
@@ -19,26 +19,15 @@ _CALL = "invoke_subgraph"
 
 
 class RepeatedGraph:
-    """A graph that is called more than once, and its calls.
+    """A graph that is called more than once, and its calls."""
 
-    :param body: takes the operands of a call, then the attention masks of the graph around it
-    """
-
-    def __init__(self, body: GraphModule, calls: list[Node], masks: Mapping[str, Node]) -> None:
+    def __init__(self, body: GraphModule, calls: list[Node]) -> None:
         self.body = copy(body)
         self.calls = calls
-        self._masks = list(masks.values())
-        for name, mask in masks.items():
-            last = inputs_of(self.body.graph)[-1]
-            with self.body.graph.inserting_after(last):
-                given = self.body.graph.placeholder(f"of_batch_{name}")
-            given.meta["example_value"] = mask.meta.get("example_value")
-            mark_mask(given, name)
-        self.body.recompile()
 
     def operands(self, call: Node) -> tuple[Any, ...]:
-        """What the body takes in a call."""
-        return (*call.args[2:], *self._masks)
+        """Return what the body takes in a call."""
+        return tuple(call.args[2:])
 
 
 def repeated_graphs(gm: GraphModule) -> list[RepeatedGraph]:
@@ -56,10 +45,8 @@ def repeated_graphs(gm: GraphModule) -> list[RepeatedGraph]:
         if getattr(node.target, "__name__", "") == _CALL and node not in transformed:
             (body,) = bodies_of(node).values()
             calls.setdefault(body, []).append(node)
-    # A mask comes before what is traced, so every call may read it.
-    masks = attention_masks(gm)
     return [
-        RepeatedGraph(body, nodes, masks)
+        RepeatedGraph(body, nodes)
         for body, nodes in calls.items()
         if len(nodes) > 1 and _stands_alone(body, nodes)
     ]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inlay.nodes.compare_layer import BatchMask, add_powers
+from inlay.nodes.compare_layer import add_powers
 from inlay.nodes.experts import QuantizeExperts
 from inlay.nodes.routing import rows_that_count
 
@@ -32,13 +32,13 @@ class CompareExperts:
         weights: torch.Tensor,
         folded: torch.Tensor,
         sums: torch.Tensor,
-        batch: BatchMask,
         *qparams: torch.Tensor,
         ends: torch.Tensor,
         token_of_row: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
     ) -> None:
         quantized = value if self.quantize is None else self.quantize(value, *qparams, ends=ends)
-        counted = _counted_rows(batch.mask, token_of_row)
+        counted = rows_that_count(mask, token_of_row)
         parts = len(sums) // len(weights)
         of_parts = iter(sums)  # expert by expert, as the members of a parameter are listed
         start = 0
@@ -57,14 +57,3 @@ class CompareExperts:
                 strict=True,
             ):
                 add_powers(next(of_parts), own, own_quantized, out, weight, fold)
-
-
-def _counted_rows(
-    mask: torch.Tensor | None, token_of_row: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Tell of each row whether it counts; None if all do, as where the mask is of other tokens."""
-    if mask is None or token_of_row is None or not len(token_of_row):
-        return None
-    # Every token goes to some expert, so the last one tells how many there are.
-    is_of_tokens = int(token_of_row.max()) + 1 == mask.numel()
-    return rows_that_count(mask, token_of_row) if is_of_tokens else None

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from inlay.nodes.quantize import QuantizeDequantize
 
-__all__ = ["POWERS", "BatchMask", "CompareLayer", "add_powers", "counted_rows"]
+__all__ = ["POWERS", "CompareLayer", "add_powers"]
 
 # What a compare node sums up: powers of signals and of their errors, and rows compared.
 POWERS = ("output", "output error", "input", "input error", "rows")
@@ -16,24 +16,13 @@ POWERS = ("output", "output error", "input", "input error", "rows")
 _CHUNK = 1 << 24
 
 
-@dataclass
-class BatchMask:
-    """The attention mask of the batch that runs now; None if it has none.
-
-    Compare nodes are given this rather than an input of the model: a graph need not read the mask,
-    and after a break in the graph it may not have it.
-    """
-
-    mask: torch.Tensor | None = None
-
-
 @dataclass(frozen=True)
 class CompareLayer:
     """The callable of a compare node: adds the powers of a layer's signal and error to sums.
 
     It feeds the layer what the plain model feeds it, with input and weight quantized. Its arguments
-    are the input, the output, the weight, the folded weight, the sums in the order of `POWERS`, the
-    mask of the batch and the qparams of the input.
+    are the input, the output, the weight, the folded weight, the sums in the order of `POWERS`, and
+    the qparams of the input. A batch with padding adds a mask in the layout of the input.
 
     :param quantize: how the input is quantized; None if it is not
     """
@@ -49,12 +38,12 @@ class CompareLayer:
         weight: torch.Tensor,
         folded: torch.Tensor,
         sums: torch.Tensor,
-        batch: BatchMask,
         *qparams: torch.Tensor,
+        mask: torch.Tensor | None = None,
     ) -> None:
         # The whole value, before rows are left out: dynamic scales may depend on all of it.
         quantized = value if self.quantize is None else self.quantize(value, *qparams)
-        rows = counted_rows(value, None if batch.mask is None else batch.mask != 0)
+        rows = slice(None) if mask is None else mask.expand(value.shape[:-1]).flatten()
         value, output = _picked(value, rows), _picked(output, rows)
         quantized = value if self.quantize is None else _picked(quantized, rows)
         add_powers(sums, value, quantized, output, weight, folded)
@@ -105,19 +94,6 @@ def _error_of(
     if folded is weight:
         return lambda rows: F.linear(quantized[rows] - value[rows], weight)
     return lambda rows: F.linear(quantized[rows], folded) - F.linear(value[rows], weight)
-
-
-def counted_rows(value: torch.Tensor, counted: torch.Tensor | None) -> slice | torch.Tensor:
-    """Which rows of a value count, where its rows are the positions that `counted` speaks of.
-
-    Tokens that were sent to an expert have lost their positions, so all of them count.
-    """
-    if counted is None:
-        return slice(None)
-    is_flat = value.dim() == 2 and len(value) == counted.numel()
-    if is_flat or value.shape[:-1] == counted.shape:
-        return counted.flatten()
-    return slice(None)
 
 
 def _power(values: torch.Tensor) -> torch.Tensor:

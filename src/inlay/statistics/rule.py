@@ -77,11 +77,11 @@ class Rule:
         """Which observations of the flattened value count, of shape (num_observations,)."""
         if mask is None:
             return None
-        valid = mask.reshape(-1) != 0
-        repeats = 1 if self.slot.is_attention else math.prod(value.shape[mask.ndim : -1])
-        if value.ndim <= mask.ndim or repeats == 1:
-            return valid
-        return valid.unsqueeze(-1).expand(-1, repeats).reshape(-1)
+        valid = mask != 0
+        if not self.slot.is_attention and mask.ndim < value.ndim:
+            more = [1] * (value.ndim - 1 - mask.ndim)
+            valid = valid.reshape(*mask.shape, *more).expand(value.shape[:-1])
+        return valid.reshape(-1)
 
     def tokens(self, value: torch.Tensor) -> int:
         """How many observations a value is."""

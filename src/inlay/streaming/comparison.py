@@ -14,7 +14,6 @@ from inlay.evaluation.compare import (
     LAYER_BATCHES,
     Comparison,
     Outputs,
-    counted_positions,
     prepared,
 )
 from inlay.evaluation.layer_errors import layer_errors
@@ -165,6 +164,5 @@ class _Pair:
     @contextmanager
     def _running(self, quantized: bool) -> Iterator[None]:
         compare_layers = self._compares_layers and not quantized
-        self._rerun.bindings.batch.mask = counted_positions(self._run.model, self.batch)
         with self._rerun.running(quantized=quantized, compare_layers=compare_layers):
             yield

@@ -8,6 +8,7 @@ from torch.fx import GraphModule, Node
 
 from inlay.calibration.blocks import is_block_call
 from inlay.errors import GraphError
+from inlay.padding.of_batch import Padding
 
 __all__ = ["StagedGraph", "Started", "Starting"]
 
@@ -119,11 +120,13 @@ class StagedGraph:
 class Started:
     """A batch of which nothing has run yet: the graph that it was traced to, and its arguments."""
 
-    def __init__(self, graph: StagedGraph, args: Sequence[Any]) -> None:
+    def __init__(self, graph: StagedGraph, args: Sequence[Any], padding: Padding) -> None:
         self.graph, self._args = graph, list(args)
+        self._padding, self._own = padding, padding.current
 
     def run(self, stage: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        return self.graph.run(stage, self._args, values)
+        with self._padding.using(self._own):
+            return self.graph.run(stage, self._args, values)
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         return self.graph.parameters(stage, self._args)
@@ -134,9 +137,12 @@ class Starting:
 
     With the results of a batch at hand, it answers a call with these instead, so that the model
     makes its outputs from them.
+
+    :param padding: that of the batch that is started, which its stages run with
     """
 
-    def __init__(self) -> None:
+    def __init__(self, padding: Padding) -> None:
+        self._padding = padding
         self._started: list[Started] = []
         self._results: Any = None
 
@@ -151,7 +157,7 @@ class Starting:
             if self._results is not None:
                 results, self._results = self._results, None
                 return results
-            self._started.append(Started(graph, args))
+            self._started.append(Started(graph, args, self._padding))
             return nothing
 
         return start

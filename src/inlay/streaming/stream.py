@@ -113,7 +113,7 @@ def stream(
         )
         own = dict(batches.numbered) if run.plan.needs_data else {}
         for batch in own.values():
-            run.data_seen = seen_with(run.data_seen, batch)
+            run.data_seen = seen_with(run, batch)
         run.auto.decide(run.data_seen.tokens + run.data_seen.padding_tokens)
         run.data_parts = tuple(from_all_ranks(run.data_seen))
         run.data_seen = DataSeen.of_all(run.data_parts)

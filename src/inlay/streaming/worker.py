@@ -85,7 +85,7 @@ class Worker:
         known_words(settings.accept)
         self._run, self._stored, self._settings = run, stored, settings
         self._batches = batches
-        self._starting = Starting()
+        self._starting = Starting(self._run.padding)
         self._passage: Passage | None = None
 
     def prepare(self) -> None:
@@ -125,7 +125,7 @@ class Worker:
                     self._regions.load(region)
                     plan.renew_experts()
                 for batch, how in self._through(number, activations):
-                    tokens, _ = count_tokens(self._batches[batch])
+                    tokens, _ = self._count_tokens(self._batches[batch])
                     place = f"{number + 1} of {len(self._regions)}, {region.name}"
                     bar.advance(tokens, f"{place}{how}")
                 self._quantize(number, journal, activations)
@@ -278,8 +278,12 @@ class Worker:
         steps = sum(times * len(self._batches) for region in left if region.stage is not None)
         return Bar("streaming", total=steps or None, unit="tokens", show=self._run.show_progress)
 
+    def _count_tokens(self, batch: Any) -> tuple[int, int]:
+        counts = self._settings.count_padding
+        return count_tokens(self._run.model, batch, count_padding=counts)
+
     def _require_padding_left_out(self) -> None:
-        padded = any(count_tokens(batch)[1] for batch in self._batches.values())
+        padded = any(self._count_tokens(batch)[1] for batch in self._batches.values())
         if padded and not self._settings.count_padding:
             self._run.require_padding_left_out()
 

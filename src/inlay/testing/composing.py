@@ -92,12 +92,13 @@ def standards(case: GraphCase) -> tuple[Standard, ...]:
     observing = Pipelines(plan=case.plan, outputs=False)
     quantizing = Pipelines(plan=case.plan)
     comparing = Pipelines(plan=case.plan, compare_layers=True)
+    layouts = case.configuration["layouts"]
     quantized = (
         case.configuration["qparams"],
         Equalization(case.module, case.plan).parameters,
     )
     return (
-        Standard("observes", tuple(observing.observing().passes)),
+        Standard("observes", tuple(observing.observing(layouts).passes)),
         Standard("quantizes", tuple(quantizing.quantizing(*quantized).passes)),
         Standard("compares layers", tuple(comparing.quantizing(*quantized).passes)),
     )

@@ -14,6 +14,8 @@ from torch.fx.node import map_arg
 from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.graph import (
+    MAIN,
+    PaddingMask,
     SlotInput,
     fake_value,
     inputs_of,
@@ -25,6 +27,7 @@ from inlay.graph import (
 )
 from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
+from inlay.padding.layouts import Layouts
 from inlay.recipe import Plan, Recipe, make_observer
 from inlay.testing.modules import PLAIN, example_inputs, modules
 
@@ -146,7 +149,13 @@ class GraphCase:
         if not linears:
             return {}
         qparams = qparams_of(self.plan, self.module)
-        return {"plan": self.plan, "qparams": qparams, "equalized": _scaled(self.module, linears)}
+        tokens = PaddingMask(MAIN, ("batch", "tokens"))
+        return {
+            "plan": self.plan,
+            "qparams": qparams,
+            "equalized": _scaled(self.module, linears),
+            "layouts": Layouts({f"{name}.input": tokens for name in linears}, frozenset({MAIN})),
+        }
 
     def inputs_of(self, gm: GraphModule) -> dict[Node, Any]:
         """What to call a graph with that passes made of this one, by input."""
@@ -155,8 +164,10 @@ class GraphCase:
             found[node] = self._of_slot(what, found[node])
         return found
 
-    def _of_slot(self, what: SlotInput, value: Any) -> Any:
-        """The scale, the quantized or the equalized weight that an input stands for."""
+    def _of_slot(self, what: SlotInput | PaddingMask, value: Any) -> Any:
+        """Return the scale, mask, or quantized or equalized weight that an input stands for."""
+        if isinstance(what, PaddingMask):
+            return torch.ones_like(value)
         if what.key == "equalized":
             return self.configuration["equalized"].named(what.slot)
         qparams = self.configuration["qparams"].get(what.slot)

@@ -50,8 +50,8 @@ from inlay.torch_private.tensors import (
     fake_mode_of,
     is_proxied,
     lost_guards,
+    quiet_about_failures,
     share_memory,
-    sizes_are_equal,
     without_fake_mode,
 )
 
@@ -87,10 +87,10 @@ __all__ = [
     "new_graph_like",
     "observing_dynamo",
     "onednn_linear",
+    "quiet_about_failures",
     "set_autocast",
     "set_grad_enabled",
     "share_memory",
-    "sizes_are_equal",
     "trace_symbolically",
     "varying_dims",
     "without_fake_mode",

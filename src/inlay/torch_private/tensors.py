@@ -1,6 +1,9 @@
 """Private parts of torch: tensors without data, and what tensors share."""
 
-from contextlib import AbstractContextManager
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +19,8 @@ __all__ = [
     "fake_mode_of",
     "is_proxied",
     "lost_guards",
+    "quiet_about_failures",
     "share_memory",
-    "sizes_are_equal",
     "without_fake_mode",
 ]
 
@@ -73,14 +76,23 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(storages[0] == storages[1])
 
 
-def sizes_are_equal(one: Any, other: Any) -> bool:
-    """Whether two sizes are equal, guarding where they are symbols that happen to be.
+@contextmanager
+def quiet_about_failures() -> Iterator[None]:
+    """Keep ops without data that fail in this thread from being logged: it is tried if they do.
 
-    torch 2.7; before, compare them plainly, which guards on either answer.
+    torch 2.9; else the log shows them.
     """
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    own = threading.get_ident()
 
-    return bool(guard_or_false(one == other))
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != own
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
 
 
 def lost_guards(mode: FakeTensorMode | None) -> int:

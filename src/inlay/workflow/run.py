@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inlay.calibration import Calibration
 from inlay.checkpoint.loading import require_full_precision
 from inlay.collectives import from_all_ranks
 from inlay.data.batch import count_tokens, on_device_of, varying_sizes
@@ -120,9 +121,10 @@ def read_batches(model: nn.Module, data: Any, **options: Any) -> Batches:
     return batches_of(data, vocabulary=_vocabulary(model), part=part, **options)
 
 
-def seen_with(seen: DataSeen, batch: Any) -> DataSeen:
-    """Add a batch to the data that was seen."""
-    tokens, padding = count_tokens(batch)
+def seen_with(run: Calibration, batch: Any) -> DataSeen:
+    """Add a batch to the data that a run has seen."""
+    tokens, padding = count_tokens(run.model, batch, count_padding=run.count_padding)
+    seen = run.data_seen
     return seen.after(samples=_rows(batch), tokens=tokens, padding=padding)
 
 
@@ -208,14 +210,14 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
             if keeper.was_seen(number, batch):
                 bar.advance(0)
                 continue
-            tokens, padding = count_tokens(batch)
+            tokens, padding = count_tokens(model, batch, count_padding=count_padding)
             if shortest is None or tokens < shortest[0]:
                 shortest = tokens, batch
             _run_timed(run, on_device_of(model, batch, varying))
             if padding and not count_padding and checked < len(run.graphs):
                 run.require_padding_left_out()
                 checked = len(run.graphs)
-            run.data_seen = seen_with(run.data_seen, batch)
+            run.data_seen = seen_with(run, batch)
             bar.advance(tokens, run.tier)
             keeper.note(run, number, batch)
     keeper.require_all_met()
