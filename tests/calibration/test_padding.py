@@ -11,7 +11,9 @@ from profiles import examples
 from torch import nn
 
 from inlay import Calibration, Recipe
+from inlay.errors import StatisticsError
 from inlay.observers import Observer, flatten_for_calibration
+from inlay.testing.modules import SequenceModule, TwoSequencesModule, sequence_modules
 
 PER_TENSOR = QuantizationArgs(num_bits=8, strategy="tensor")
 OBSERVERS = ["static_minmax", "minmax", "memoryless_minmax", "mse", "memoryless_mse", "histogram"]
@@ -180,3 +182,118 @@ def test_an_observer_outside_the_graph_leaves_out_padding() -> None:
     with pytest.warns(UserWarning, match="cannot be traced"):
         calibration = observed(llama(), recipe, [batch])
     assert int(calibration.statistics.snapshot()["model.layers.0.mlp.down_proj.input"].tokens) == 8
+
+
+MINMAX = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+
+
+def statistics_of(model: nn.Module, batches: list, **options: object) -> dict:
+    """How many tokens each slot has seen, and their extremes."""
+    torch._dynamo.reset()
+    calibration = Calibration(model, MINMAX, compiler="eager", progress=False, **options)
+    for one in batches:
+        calibration.run(one)
+    found = calibration.stored().slots
+    return {
+        name: [int(one.tokens), one.tensors["min_vals"], one.tensors["max_vals"]]
+        for name, one in found.items()
+    }
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name][0] == values[0], name
+        torch.testing.assert_close(found[name][1:], values[1:], rtol=1e-4, atol=1e-5)
+
+
+def with_lengths(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids that begin each row, and their mask."""
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
+    return torch.randint(1, 16, mask.shape) * mask, mask
+
+
+@st.composite
+def sequences(draw: st.DrawFn, model: SequenceModule) -> tuple[list, list]:
+    """A padded batch, by name or by position, then its sequences one by one.
+
+    Often there are as many rows as tokens, and as many tokens for the decoder as for the encoder.
+    """
+    rows, width = draw(st.integers(2, 4)), draw(st.integers(3, 5))
+    lengths = st.lists(st.integers(1, width), min_size=rows, max_size=rows)
+    padded = dict(
+        zip(("input_ids", "attention_mask"), with_lengths(draw(lengths), width), strict=True)
+    )
+    if isinstance(model, TwoSequencesModule):
+        ids, mask = with_lengths(draw(lengths), width)
+        if not draw(st.booleans()):  # without a mask, all tokens of the decoder are valid
+            ids, mask = torch.randint(1, 16, ids.shape), None
+        padded |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    alone = []
+    for row in range(rows):
+        kept = padded["attention_mask"][row].bool()
+        one = {key: padded[key][row : row + 1, kept] for key in ("input_ids", "attention_mask")}
+        if isinstance(model, TwoSequencesModule):
+            own = torch.ones(width).bool() if mask is None else mask[row].bool()
+            one["decoder_input_ids"] = padded["decoder_input_ids"][row : row + 1, own]
+        alone.append(one)
+    padded = {key: value for key, value in padded.items() if value is not None}
+    return [tuple(padded.values()) if draw(st.booleans()) else padded], alone
+
+
+@pytest.mark.slow
+@examples(12)
+@given(data=st.data())
+def test_a_model_of_any_layout_leaves_out_padding(data: st.DataObject) -> None:
+    model = data.draw(sequence_modules())
+    batch, alone = data.draw(sequences(model))
+    assert_same(statistics_of(model, batch), statistics_of(model, alone))
+
+
+BATCH_FIRST = ("batch first", False)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SequenceModule([BATCH_FIRST, ("batch first", True)], reads_mask=True),
+        SequenceModule([("tokens first", False), ("columns", False)]),
+        TwoSequencesModule([BATCH_FIRST]),
+    ],
+    ids=["graph break", "as many rows as tokens", "encoder and decoder of one length"],
+)
+def test_sizes_are_no_evidence(model: SequenceModule) -> None:
+    lengths = [5, 2, 3, 1, 4]
+    ids, mask = with_lengths(lengths, 5)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    alone = [
+        {name: value[row : row + 1, :length] for name, value in batch.items()}
+        for row, length in enumerate(lengths)
+    ]
+    if isinstance(model, TwoSequencesModule):
+        batch["decoder_input_ids"] = torch.randint(1, 16, ids.shape)
+        for row, one in enumerate(alone):
+            one["decoder_input_ids"] = batch["decoder_input_ids"][row : row + 1]
+    expected = statistics_of(model, alone)
+    assert_same(statistics_of(model, [batch]), expected)
+    assert_same(statistics_of(model, [tuple(batch.values())]), expected)
+
+
+class Strided(nn.Module):
+    """Sees two tokens at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.fc = nn.Embedding(16, 4), nn.Linear(8, 4)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        return self.fc(x[:, : x.shape[1] // 2 * 2].unflatten(1, (-1, 2)).flatten(2))
+
+
+def test_values_that_are_not_those_of_tokens_are_refused_by_name() -> None:
+    ids, mask = with_lengths([6, 3], 6)
+    batch = {"input_ids": ids, "attention_mask": mask}
+    with pytest.raises(StatisticsError, match=r"fc\.input: its leading sizes .* Use batch_size=1"):
+        statistics_of(Strided(), [batch])
+    assert statistics_of(Strided(), [batch], count_padding=True)["fc.input"][0] == 6

@@ -78,9 +78,7 @@ def test_values_without_tokens_and_sequences_without_a_mask_count_as_a_whole() -
 
 def test_a_slot_whose_layout_is_unknown_is_refused_by_name() -> None:
     x = torch.randn(2, 5, 4)
-    with pytest.raises(
-        StatisticsError, match=r"out of fc\.input: it is strange\. Use"
-    ):
+    with pytest.raises(StatisticsError, match=r"out of fc\.input: it is strange\. Use"):
         masked("dynamo", leaving_out("it is strange"), x)
     with pytest.raises(StatisticsError, match="no call of its module was seen"):
         masked("dynamo", LeaveOutPadding(layouts=Layouts({}, frozenset({MAIN}))), x)

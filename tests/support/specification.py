@@ -30,8 +30,7 @@ def expected_qparams(
     inputs = Inputs(model, recipe)
     with torch.no_grad():
         for one in batches:
-            inputs.valid = None if count_padding else one["attention_mask"].bool()
-            model(**one)
+            model(**one) if count_padding else inputs.run_without_padding(one)
     inputs.remove()
     return {name: observer.get_qparams() for name, observer in inputs.observers.items()}
 

@@ -120,7 +120,8 @@ class Backend:
 
     def _take(self, graph: CompiledGraph, example_inputs: Sequence[Any]) -> CompiledGraph:
         self._warn_of_dropout(graph.gm)
-        graph.bind(example_inputs)  # compile now, while Dynamo is compiling
+        with graph.knowing_padding(example_inputs):
+            graph.bind(example_inputs)  # compile now, while Dynamo is compiling
         self.graphs += [graph, *graph.regions]
         return graph
 

@@ -48,6 +48,11 @@ class Bindings:
         self.layer_errors: dict[str, torch.Tensor] = {}  # sums of compare nodes, by module
         self.padding = padding
 
+    def with_own_weights(self) -> "Bindings":
+        """Return bindings that keep folded weights, and errors of layers, for themselves."""
+        weights = self.weights.with_own_cache()
+        return Bindings(self.statistics, weights, self.equalization, self.padding)
+
     def errors_of(self, slot: Slot, device: torch.device | None) -> torch.Tensor:
         """The sums that compare nodes of the slot's module add to, made when first asked for."""
         if slot.module not in self.layer_errors:

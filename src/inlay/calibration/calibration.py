@@ -164,13 +164,8 @@ class Calibration:
         if self._graphs_run is None:
             self._graphs_run = run_for_statistics(self.model, self._observing, self._parts)
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
-        # What is compared leaves padding out if it can; what is observed has to.
-        is_final = self.statistics.is_final
-        counts = self.count_padding and not is_final
-        with (
-            running(self.model),
-            self.padding.of_batch(given, counts=counts, is_required=not is_final),
-        ):
+        final, counts = self.statistics.is_final, self.count_padding
+        with running(self.model), self.padding.of_batch(given, counts=counts, compares=final):
             return self._graphs_run(*args, **given)
 
     @property
@@ -351,12 +346,7 @@ class Calibration:
         rerun = Rerun(
             run=lambda batch: _call(self._run_graphs, batch),
             backends=(self._observing, self._parts),
-            bindings=Bindings(
-                self.statistics,
-                self._bindings.weights.with_own_cache(),
-                self.equalization,
-                self.padding,
-            ),
+            bindings=self._bindings.with_own_weights(),
             pipelines=self._backend.pipelines,
         )
         try:

@@ -1,7 +1,9 @@
 """A graph of the model after its passes, compiled, and called with what it observes into."""
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CompiledGraph", "RehearsedError", "Variant", "compile_regions"]
 
+# Dynamo prefixes an argument's name with the variable and appends an underscore.
+_ARGUMENT = re.compile(r"[lL]_(?:kwargs_)?(\w+)_$")
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
@@ -94,16 +98,29 @@ class CompiledGraph:
         ]
         self._paths = list(dict.fromkeys(filter(None, map(called_path, gm.graph.nodes))))
         self._parameters: list[int] | None = None  # positions; found with the first call
+        named = ((_ARGUMENT.match(node.name), n) for n, node in enumerate(inputs_of(gm.graph)))
+        self._arguments = {match.group(1): n for match, n in named if match is not None}
         self.variants: dict[Any, Variant] = {}
         self._bound: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        run, tensors = self.bind(args)
-        if self.is_region and self.backend.is_rehearsing:
-            raise RehearsedError
-        results = run(*args, *self._of_batch(tensors))
+        with self.knowing_padding(args):
+            run, tensors = self.bind(args)
+            if self.is_region and self.backend.is_rehearsing:
+                raise RehearsedError
+            results = run(*args, *self._of_batch(tensors))
         wanted = self.is_region or self.backend.pipelines.outputs
         return results if wanted else tuple(Dropped() for _ in range(self.num_outputs))
+
+    def knowing_padding(self, args: Sequence[Any]) -> AbstractContextManager[None]:
+        """Find the padding of a batch in what the graph is called with, unless it is known."""
+        bindings, pipelines = self.backend.bindings, self.backend.pipelines
+        is_known = bindings.padding.is_known or pipelines.count_padding or self.is_region
+        if is_known or bindings.statistics.is_final:
+            return nullcontext()
+        given = {name: args[position] for name, position in self._arguments.items()}
+        observes = bindings.statistics.plan.observes_in(self.modules(args))
+        return bindings.padding.of_graph(given, observes=observes)
 
     def _of_batch(self, tensors: list[Any]) -> list[Any]:
         """Put the masks of the batch that runs in their places."""

@@ -87,7 +87,7 @@ def _check(
     scaled = _scaled_inputs(calibration)
     plain = {name: seen for name, seen in hooked.items() if name not in scaled}
     results = [(_statistics_agree(calibration, plain, tolerance), True)]
-    if has_padding(batches):
+    if has_padding(model, batches):
         padded = make()
         results.append(padding_agrees(padded, batches, tolerance))
         if results[-1][1]:

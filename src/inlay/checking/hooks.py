@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from inlay.checking.alone import RowsAlone, named, sequences_of, valid_of
 from inlay.checking.linear_experts import LinearExperts
 from inlay.observers import Observer
 from inlay.recipe import Plan, Slot
@@ -40,13 +41,15 @@ class Hooks:
     modules that a recipe speaks of.
 
     :param model: the model of the plan, or a copy of it
-    :ivar valid: which tokens of the next batch count, as its attention mask has them; None for all
+    :ivar alone: what the sequences of the next batch give alone, for its padding to be left out
+    :ivar records: whether batches are such sequences, whose values are kept and not observed
     :ivar seen: what was observed, by slot
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        self.valid: torch.Tensor | None = None
+        self.alone: RowsAlone | None = None
+        self.records = False
         self.seen: dict[str, Seen] = {}
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
@@ -54,22 +57,22 @@ class Hooks:
         for name in dict.fromkeys(stack.experts for stack in plan.stacks.values()):
             self._observe_experts(name, LinearExperts(model.get_submodule(name), plan, name))
 
-    def _observe(self, name: str, module: nn.Module, of: LinearExperts | None = None) -> None:
+    def _observe(self, name: str, module: nn.Module) -> None:
         """Observe a module of the plan, which may share its weight with others."""
         slots = self.plan.of_module(name) if name in self.plan.kinds else {}
         weight = slots.get("weight")
         for slot in (slots.get("input"), None if weight is None else weight.importance):
             if slot is not None and slot.is_observed:
-                hook = partial(self._see_input, self._seen(slot), of)
+                hook = partial(self._see_input, self._seen(slot))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         output = slots.get("output")
         if output is not None and output.is_observed:
-            hook = partial(self._see_output, self._seen(output), of)
+            hook = partial(self._see_output, self._seen(output))
             self._handles.append(module.register_forward_hook(hook))
 
     def _observe_experts(self, name: str, experts: LinearExperts) -> None:
         for own, module in experts.linears.items():
-            self._observe(own, module, experts)
+            self._observe(own, module)
         run = partial(self._run_beside, experts)
         experts_of_model = self.model.get_submodule(name)
         self._handles.append(experts_of_model.register_forward_pre_hook(run, with_kwargs=True))
@@ -78,36 +81,45 @@ class Hooks:
         return self.seen.setdefault(slot.name, Seen(slot))
 
     def _see_input(
-        self,
-        seen: Seen,
-        of: LinearExperts | None,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, seen: Seen, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        seen.take_in(self._counted(args[0] if args else kwargs.get("input"), of))
+        self._take_in(seen, args[0] if args else kwargs.get("input"))
 
-    def _see_output(
-        self, seen: Seen, of: LinearExperts | None, module: nn.Module, args: Any, output: Any
-    ) -> None:
-        seen.take_in(self._counted(output, of))
+    def _see_output(self, seen: Seen, module: nn.Module, args: Any, output: Any) -> None:
+        self._take_in(seen, output)
 
     def _run_beside(
         self, experts: LinearExperts, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         experts(*args, **kwargs)
 
-    def _counted(self, value: Any, of: LinearExperts | None) -> Any:
-        """What counts of a value: without padding, if it has a row for each token."""
-        valid = self.valid
-        if valid is None or not isinstance(value, torch.Tensor):
-            return value
-        if of is not None:
-            return value[:, valid.flatten()[of.tokens]]
-        if value.dim() > 2 and value.shape[:2] == valid.shape:
-            return value[valid]
-        is_flat = value.dim() == 2 and len(value) == valid.numel()
-        return value[valid.flatten()] if is_flat else value
+    def _take_in(self, seen: Seen, value: Any) -> None:
+        if self.alone is None or not isinstance(value, torch.Tensor):
+            seen.take_in(value)
+        elif self.records:
+            self.alone.add(seen.slot.name, value)
+        else:
+            seen.take_in(self.alone.kept(seen.slot.name, value))
+
+    def run_without_padding(self, batch: Any) -> None:
+        """Run a padded batch, of which only the rows of its sequences are observed.
+
+        :raises ComputedOtherwiseError: if the model computes something else for them alone
+        """
+        whole = named(self.model, batch)
+        if valid_of(whole) is None and valid_of(whole, "decoder_") is None:
+            self.model(**whole)
+            return
+        self.alone, self.records = RowsAlone(), True
+        try:
+            for sequence in sequences_of(whole):
+                self.alone.begin()
+                self.model(**sequence)
+            self.alone.begin()
+            self.records = False
+            self.model(**whole)
+        finally:
+            self.alone, self.records = None, False
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -1,20 +1,13 @@
 """Whether padding is left out of statistics: against hooks, and against sequences one by one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.checking.agreement import (
-    CLOSE,
-    call,
-    differ_by,
-    require_statistics,
-    rounding_of,
-    tensors_in,
-)
+from inlay.checking.agreement import require_statistics, rounding_of
+from inlay.checking.alone import ComputedOtherwiseError, named, sequences_of, valid_of
 from inlay.checking.hooks import Hooks
 from inlay.errors import CheckError, StatisticsError
 from inlay.recipe import Plan
@@ -22,37 +15,45 @@ from inlay.reductions import AVERAGE, reduction_of
 
 __all__ = ["has_padding", "padding_agrees", "sequences_agree"]
 
-_MASK = "attention_mask"
 
-
-def has_padding(batches: Sequence[Any]) -> bool:
-    """Tell whether the attention mask of any batch leaves tokens out."""
-    return any(mask is not None and not bool(mask.all()) for mask in map(_mask_of, batches))
+def has_padding(model: nn.Module, batches: Sequence[Any]) -> bool:
+    """Tell whether an attention mask of any batch leaves tokens out."""
+    masks = (
+        valid_of(whole, prefix)
+        for whole in (named(model, batch) for batch in batches)
+        for prefix in ("", "decoder_")
+    )
+    return any(mask is not None and not bool(mask.all()) for mask in masks)
 
 
 def padding_agrees(
     calibration: Calibration, batches: Sequence[Any], tolerance: float
 ) -> tuple[str, bool]:
-    """Hold a calibration that leaves padding out against hooks that are shown tokens alone."""
+    """Hold a calibration that leaves padding out against hooks that are shown tokens alone.
+
+    Tokens are known by their values: a model computes the same for a sequence alone.
+    """
     model = calibration.model
-    with Hooks.on(model, calibration.plan) as hooks:
-        for batch in batches:
-            hooks.valid = _mask_of(batch)
-            call(model, batch)
-    for batch in batches:
-        calibration.run(batch)
     try:
+        for batch in batches:
+            calibration.run(batch)
         calibration.require_padding_left_out()
     except StatisticsError as error:
         return f"padding, as {str(error).partition(';')[0].removeprefix('the batch has ')}", False
+    try:
+        with Hooks.on(model, calibration.plan) as hooks:
+            for batch in batches:
+                hooks.run_without_padding(batch)
+    except ComputedOtherwiseError:
+        return "sequences one by one, which the model computes otherwise beside padding", False
     snapshot = calibration.statistics.snapshot()
     compared = 0
+    # The model itself rounds otherwise in batches of another size.
+    far = max(tolerance, rounding_of(model))
     for name, seen in hooks.seen.items():
         found = snapshot.get(name)
         if found is None or not seen.values:
             continue
-        # Extremes stay what they are; sums leave padding out by adding zeros.
-        far = max(tolerance, rounding_of(model))
         exact = tolerance == 0 and name.rpartition(".")[0] not in calibration.plan.experts
         require_statistics(
             name,
@@ -73,14 +74,14 @@ def sequences_agree(
 
     :param make: makes another calibration of the same model
     """
-    if any(_masks(batch) != {_MASK} for batch in batches):
-        return "sequences one by one, as batches have other masks than the attention mask", False
     model = padded.model
-    if not all(_is_the_same_alone(model, batch) for batch in batches):
-        return "sequences one by one, which the model computes otherwise beside padding", False
     alone = make()
     for batch in batches:
-        for sequence in _sequences(batch):
+        whole = named(model, batch)
+        if valid_of(whole) is None and valid_of(whole, "decoder_") is None:
+            alone.run(whole)
+            continue
+        for sequence in sequences_of(whole):
             alone.run(sequence)
     found, expected = (each.statistics.snapshot() for each in (padded, alone))
     if found.keys() != expected.keys():
@@ -108,49 +109,3 @@ def _weighs_batches(plan: Plan, name: str) -> bool:
     declared = type(slot.make_observer())._act_sync_dict
     reductions = [reduction_of(operation, key) for key, operation in declared.items()]
     return not reductions or AVERAGE in reductions
-
-
-def _mask_of(batch: Any) -> torch.Tensor | None:
-    mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
-    return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-
-
-def _masks(batch: Any) -> set[str]:
-    return {key for key in batch if key.endswith(_MASK)} if isinstance(batch, Mapping) else set()
-
-
-def _sequences(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the sequences of a padded batch, each as a batch of its own without padding."""
-    mask = _mask_of(batch)
-    assert mask is not None
-    for row, kept in enumerate(mask):
-        if not bool(kept.any()):
-            continue
-        yield {key: _of_row(value, mask, row) for key, value in batch.items()}
-
-
-def _of_row(value: Any, mask: torch.Tensor, row: int) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape[:1] != mask.shape[:1]:
-        return value
-    own = value[row : row + 1]
-    return own[:, mask[row]] if value.shape[:2] == mask.shape else own
-
-
-def _is_the_same_alone(model: nn.Module, batch: Any) -> bool:
-    """Whether the model computes for a sequence what it computes for it beside padding."""
-    mask = _mask_of(batch)
-    if mask is None:
-        return False
-    with torch.no_grad():
-        together = [each for each in tensors_in(call(model, batch)) if each.shape[:2] == mask.shape]
-        rows = [row for row, kept in enumerate(mask) if bool(kept.any())]
-        for row, sequence in zip(rows, _sequences(batch), strict=True):
-            alone = [each for each in tensors_in(call(model, sequence)) if each.dim() > 1]
-            kept = [each[row][mask[row]] for each in together]
-            alike = [each[0] for each in alone if each.shape[1] == int(mask[row].sum())]
-            if len(alike) != len(kept) or not kept:
-                return False
-            close = max(CLOSE, rounding_of(model))
-            if any(differ_by(one, other) > close for one, other in zip(kept, alike, strict=True)):
-                return False
-    return True

@@ -1,5 +1,6 @@
 """The padding of the batch that runs now."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,29 +47,28 @@ class Padding:
     """
 
     def __init__(self, model: Callable[[], nn.Module], plan: Plan) -> None:
-        self._plan = plan
+        self._model, self._plan = model, plan
         self._prober = Prober(model, plan)
         self.current: BatchPadding | None = None
         self.is_known = False
         self._problem: StatisticsError | None = None
+        self._last: Layouts | None = None  # of a batch that a graph was called with
 
     @contextmanager
-    def of_batch(
-        self, batch: Mapping[str, Any], *, counts: bool, is_required: bool
-    ) -> Iterator[None]:
+    def of_batch(self, batch: Mapping[str, Any], *, counts: bool, compares: bool) -> Iterator[None]:
         """Let graphs that run meanwhile leave out the padding of a batch.
 
         :param batch: arguments of the model by name
-        :param counts: whether padding counts
-        :param is_required: whether padding that cannot be left out is an error
+        :param counts: whether padding is observed
+        :param compares: whether layers are compared, which leaves out padding where that is known
         :raises StatisticsError: if it cannot be left out of a slot that is observed
         """
         self._problem = None
         current = None
         try:
-            current = None if counts else self._of(batch)
+            current = None if counts and not compares else self._of(batch, compares)
         except StatisticsError:
-            if is_required:
+            if not compares:
                 raise
         try:
             with self.using(current):
@@ -78,12 +78,12 @@ class Padding:
                 raise
             raise self._problem from error
 
-    def _of(self, batch: Mapping[str, Any]) -> BatchPadding | None:
+    def _of(self, batch: Mapping[str, Any], compares: bool) -> BatchPadding | None:
         valid = valid_tokens(batch)
         if not has_padding(valid):
             return None
         padding = BatchPadding(valid, self._prober.layouts(batch, valid))
-        for slot in self._observed():
+        for slot in () if compares else self._observed():
             problem = padding.layouts.problem(slot)
             # A module that no small batch has reached may not be reached at all.
             if problem is not None and padding.layouts.has(slot):
@@ -99,6 +99,40 @@ class Padding:
             yield
         finally:
             self.current, self.is_known = before
+
+    @contextmanager
+    def of_graph(self, arguments: Mapping[str, Any], *, observes: bool) -> Iterator[None]:
+        """Let a graph that was not called with a known batch leave out padding.
+
+        That is the case for a model that its owner has compiled with the backend of a calibration.
+
+        :param arguments: those of the model that the graph reads, by name
+        :param observes: whether anything is observed in the graph
+        :raises StatisticsError: if the graph does not read the mask, and others have
+        """
+        current = None
+        taken = inspect.signature(self._model().forward).parameters
+        arguments = {name: value for name, value in arguments.items() if name in taken}
+        valid = {} if self.is_known else valid_tokens(arguments)
+        if has_padding(valid):
+            try:
+                self._last = self._prober.layouts(arguments, valid)
+            except StatisticsError:
+                # After a graph break, a graph does not read all that the model is called with.
+                if self._last is None or self._last.masked != frozenset(valid):
+                    raise
+            current = BatchPadding(valid, self._last)
+        elif observes and not valid and not self.is_known and self._last is not None:
+            raise StatisticsError(
+                "a graph of the model reads no attention_mask, which others read, and would count "
+                "padding; run batches by Calibration.observe, use batch_size=1, or count padding "
+                "with count_padding=True"
+            )
+        if self.is_known:
+            yield
+            return
+        with self.using(current):
+            yield
 
     @contextmanager
     def noting_problems(self) -> Iterator[None]:

@@ -12,7 +12,18 @@ from torch.utils.checkpoint import checkpoint
 from inlay.errors import ConfigurationError
 from inlay.recipe import Plan, Recipe
 
-__all__ = ["PLAIN", "STEPS", "GeneratedModule", "example_inputs", "modules", "recipes"]
+__all__ = [
+    "LAYOUTS",
+    "PLAIN",
+    "STEPS",
+    "GeneratedModule",
+    "SequenceModule",
+    "TwoSequencesModule",
+    "example_inputs",
+    "modules",
+    "recipes",
+    "sequence_modules",
+]
 
 _WIDTH = 4
 
@@ -276,3 +287,107 @@ def recipes(draw: st.DrawFn, module: nn.Module) -> Recipe:
     preset, changes = draw(st.sampled_from(fitting))
     ignored = draw(st.sampled_from([None, *linears[:-1]]))
     return Recipe.from_preset(preset, **changes, ignore=[] if ignored is None else [ignored])
+
+
+def _first(layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+def _flattened(layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(x.reshape(-1, _WIDTH)).reshape(x.shape)
+
+
+def _columns(layer: nn.Module, x: torch.Tensor) -> Any:
+    steps = x.transpose(0, 1)
+    return layer(steps.flatten(0, 1)).view(steps.shape).transpose(0, 1)
+
+
+def _heads(layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(x.reshape(*x.shape[:-1], 2, 2).transpose(1, 2).repeat(1, 1, 1, 2)).mean(1)
+
+
+def _pooled(layer: nn.Module, x: torch.Tensor) -> Any:
+    return x + 0 * layer(x[:, 0]).unsqueeze(1)
+
+
+# How a layer of a `SequenceModule` is given the tokens.
+LAYOUTS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "batch first": lambda layer, x: layer(x),
+    "tokens first": _first,
+    "rows": _flattened,
+    "columns": _columns,
+    "heads": _heads,
+    "pooled": _pooled,
+}
+
+
+class SequenceModule(nn.Module):
+    """A model of sequences with padding, whose layers are given tokens in several layouts.
+
+    No token changes another, so a sequence is the same alone and beside padding. Token 0 is far
+    from all others: statistics show if one of it counts.
+
+    :param steps: layouts of the layers, and whether the graph breaks in front of them
+    :param reads_mask: whether the model reads its mask at all, in its first graph
+    """
+
+    def __init__(self, steps: Sequence[tuple[str, bool]], *, reads_mask: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(16, _WIDTH)
+        self.table.weight.data[0] = 50
+        self.layers = self._layers(len(steps))
+        self.steps, self.reads_mask = tuple(steps), reads_mask
+        self.requires_grad_(False)
+        self.eval()
+
+    def _layers(self, count: int) -> nn.ModuleList:
+        return nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(count))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.table(input_ids)
+        if self.reads_mask:
+            x = x * (2 - attention_mask.unsqueeze(-1))
+        for (layout, breaks), layer in zip(self.steps, self.layers, strict=True):
+            if breaks:
+                torch._dynamo.graph_break()
+            x = LAYOUTS[layout](layer, x)
+        return x
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.steps)!r}, reads_mask={self.reads_mask})"
+
+
+class TwoSequencesModule(SequenceModule):
+    """The same with a decoder, whose layers read its own tokens and those of the encoder."""
+
+    def __init__(self, steps: Sequence[tuple[str, bool]], *, reads_mask: bool = False) -> None:
+        super().__init__(steps, reads_mask=reads_mask)
+        self.decoder, self.cross = self._layers(len(steps)), self._layers(len(steps))
+        self.requires_grad_(False)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        decoder_input_ids: torch.Tensor,
+        decoder_attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        encoded = super().forward(input_ids, attention_mask)
+        x: torch.Tensor = self.table(decoder_input_ids)
+        layers = zip(self.steps, self.decoder, self.cross, strict=True)
+        for (layout, breaks), own, cross in layers:
+            if breaks:
+                torch._dynamo.graph_break()
+            x = LAYOUTS[layout](own, x) + 0 * LAYOUTS[layout](cross, encoded)[:, :1]
+        return x
+
+
+def sequence_modules() -> st.SearchStrategy[SequenceModule]:
+    """Models of sequences of one to three layers, for batches with padding."""
+    step = st.tuples(st.sampled_from(sorted(LAYOUTS)), st.booleans())
+    steps = st.lists(step, min_size=1, max_size=3)
+    kinds = st.sampled_from([SequenceModule, TwoSequencesModule])
+    return st.builds(
+        lambda made, steps, reads: made(steps, reads_mask=reads), kinds, steps, st.booleans()
+    )
