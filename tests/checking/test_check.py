@@ -12,11 +12,13 @@ from inlay import Calibration, Recipe
 from inlay.checking import check as checking
 from inlay.equalization.group import Producer
 from inlay.errors import CheckError
-from inlay.graph import erase_with_inputs
+from inlay.graph import MAIN, PaddingMask, erase_with_inputs
+from inlay.padding import probing
 from inlay.passes import PREPARE, InsertObservers, Pass, PassResult
 from inlay.ranges.parts import Parts
 from inlay.statistics.rule import Rule
 from inlay.testing import check_calibration
+from inlay.testing.modules import SequenceModule, TwoSequencesModule
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -103,6 +105,26 @@ def test_padding_that_counts_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "padding_agrees", _only_run)
     with pytest.raises(CheckError, match=r"in the graph and .* for its sequences one by one"):
         check_calibration(model, recipe, [one, padded(model, index=1)])
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("made", [SequenceModule, TwoSequencesModule])
+def test_a_mask_that_is_matched_by_size_is_caught(made, by_position: bool, monkeypatch) -> None:
+    """The reference knows tokens by what the model computes for sequences alone."""
+    model = made([("tokens first", False)])
+    lengths = torch.tensor([4, 2, 3, 1])
+    mask = (torch.arange(4) < lengths[:, None]).long()
+    one = {"input_ids": torch.randint(1, 16, mask.shape) * mask, "attention_mask": mask}
+    if made is TwoSequencesModule:
+        one["decoder_input_ids"] = torch.randint(1, 16, mask.shape)
+    data = [tuple(one.values()) if by_position else one]
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    assert check_calibration(model, recipe, data).done[1].startswith("without padding, statistics")
+    sizes = PaddingMask(MAIN, ("batch", "tokens"))
+    found = probing.layouts_of
+    monkeypatch.setattr(probing, "layouts_of", lambda *given: dict.fromkeys(found(*given), sizes))
+    with pytest.raises(CheckError, match=r"in the graph and .* by hooks that leave padding out"):
+        check_calibration(model, recipe, data)
 
 
 def _only_run(calibration: Calibration, batches, tolerance: float) -> tuple[str, bool]:
