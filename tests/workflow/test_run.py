@@ -215,7 +215,7 @@ def test_padding_is_left_out_and_reported_for_a_model_that_does_not_read_its_mas
     valid = int(one["attention_mask"].sum())
     assert int(run.stored().slots["fc.input"].tokens) == valid
     seen = run.data_seen
-    assert (seen.tokens, seen.padding) == (valid, one["attention_mask"].numel() - valid)
+    assert (seen.tokens, seen.padding_tokens) == (valid, one["attention_mask"].numel() - valid)
 
 
 def test_a_mask_that_does_not_tell_padding_is_refused() -> None:
@@ -227,7 +227,7 @@ def test_a_mask_that_does_not_tell_padding_is_refused() -> None:
     with pytest.raises(StatisticsError, match="does not tell for certain which tokens are padding"):
         calibrate(model, recipe, data, held_out=0, compiler="eager")
     run = calibrate(model, recipe, data, held_out=0, compiler="eager", count_padding=True)
-    assert (run.data_seen.tokens, run.data_seen.padding) == (rows * tokens, 0)
+    assert (run.data_seen.tokens, run.data_seen.padding_tokens) == (rows * tokens, 0)
 
 
 @Observer.register("test_average_of_all")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +204,15 @@ def _observe(run: Run, batches: Batches, keeper: Keeper, count_padding: bool) ->
     total = _count(batches)
     varying = varying_sizes(batches if total else ())
     show = run.show_progress
-    run.auto.decide(None if total is None else sum(sum(count_tokens(batch)) for batch in batches))
+    counted = partial(count_tokens, model, count_padding=count_padding)
+    run.auto.decide(None if total is None else sum(sum(counted(batch)) for batch in batches))
     with Bar(_label(run), total=total, unit="tokens", show=show) as bar:
         for number, batch in batches.numbered:
             look_around()
             if keeper.was_seen(number, batch):
                 bar.advance(0)
                 continue
-            tokens, padding = count_tokens(model, batch, count_padding=count_padding)
+            tokens, padding = counted(batch)
             if shortest is None or tokens < shortest[0]:
                 shortest = tokens, batch
             _run_timed(run, on_device_of(model, batch, varying))
