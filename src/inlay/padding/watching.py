@@ -120,13 +120,10 @@ class _Watcher(TorchFunctionMode):
         return weight if self._plan.owner(weight) in self._plan.kinds else None
 
     def _modules(self, weight: torch.Tensor, kind: str) -> Iterator[str]:
-        """Yield the module whose weight it is, and the one that runs, if that shares the weight."""
-        owner = self._plan.owner(weight, kind)
+        """Yield the module that runs, if the weight is its own."""
+        owner = self._plan.owner(weight, kind, path=self._inside[-1] if self._inside else None)
         if owner is not None:
             yield owner
-            inner = self._inside[-1] if self._inside else owner
-            if inner != owner and self._plan.kinds.get(inner) == kind:
-                yield inner
 
     def _follow(self, func: Any, given: Any, operands: list[torch.Tensor], made: Any) -> None:
         """Learn in which order a tensor that was made has its tokens, if it has them flattened."""
