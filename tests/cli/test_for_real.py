@@ -88,12 +88,13 @@ def test_again_it_is_refused_unless_it_may_overwrite(place: Path) -> None:
     written = (place / "out_one" / "model.safetensors").stat().st_ino
     shown = inlay(place, *calibrate("one"), "--overwrite")
     assert "out_one/report.html" in shown
-    stages = re.search(r"^time +(.*)$", shown, re.MULTILINE)
+    stages = re.search(r"^time +(.*?)^\w", shown, re.MULTILINE | re.DOTALL)
     assert stages is not None
     assert re.findall(r"[a-z]{2,}(?: [a-z]{2,})*", stages[1]) == [
         "reading data",
         "tracing and compiling",
         "calibrating",
+        "checking the trace",
         "searching ranges",
         "writing",
         "comparing",

@@ -1,5 +1,7 @@
 """Qparams of several observers asked together, held to those of each asked alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -170,7 +172,8 @@ def test_values_too_small_to_matter_cost_what_they_would(args, values, dtype) ->
     bound = torch.full_like(low[0], torch.inf, dtype=torch.float64)
     found = quantization_error(histogram, args, 2.4)(low, high, bound)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clipping, "smallest_step", lambda args: 0.0)
+        seen = SimpleNamespace(grid=SimpleNamespace(smallest_step=0.0))
+        patch.setattr(clipping, "format_of", lambda args: seen)
         whole = quantization_error(histogram, args, 2.4)(low, high, bound)
     torch.testing.assert_close(found, whole, rtol=1e-13, atol=0, equal_nan=True)
 

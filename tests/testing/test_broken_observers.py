@@ -274,7 +274,7 @@ COMPILED = "compiled_equals_eager"
 # The law that speaks of the mistake, what its message says, and other laws that may break with it.
 MISTAKES: list[tuple[type[Observer], str, str, set[str]]] = [
     (ForgotAbs, RESEMBLE, "does the range cover negative values", {NAN}),
-    (ReducesGroups, SHAPE, "reduce over dimensions 0 and -1", {RESEMBLE, ELEMENTS}),
+    (ReducesGroups, SHAPE, "reduce over dimensions 0 and -1", {RESEMBLE, ELEMENTS, PLACES}),
     (MixesGroups, ELEMENTS, "scales do not belong to their elements", {RESEMBLE}),
     (FirstHalfOnly, PLACES, "does it look at all of them", {RESEMBLE}),
     (LastObservationOnly, PLACES, "does it look at all of them", {RESEMBLE, SPLIT, NAN, BAD}),

@@ -23,6 +23,8 @@ _CANDIDATES = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
 _MEAN = 0.25
 # Rows of a weight that the error is estimated from.
 _ROWS = 64
+# How much larger than the smallest an estimated error may be to count as equal.
+_TIE = 1 + 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,10 @@ def scales_of(
         return Scales(values=_scales(group.tie(sizes), read, strength), strength=strength)
     sizes = group.tie(sizes ** (1 - _MEAN) * means**_MEAN)
     tried = [Scales(values=_scales(sizes, read, a), strength=a) for a in _CANDIDATES]
-    return min(tried, key=lambda each: _error(channels, readers, each.values))
+    errors = [_error(channels, readers, each.values) for each in tried]
+    # Of those that are as good, the weakest: the last bits of sums must not choose.
+    good = (each for each, error in zip(tried, errors, strict=True) if error <= min(errors) * _TIE)
+    return next(good, tried[0])
 
 
 def _scales(sizes: torch.Tensor, read: torch.Tensor, a: float) -> torch.Tensor:

@@ -88,6 +88,10 @@ class Prober:
                 form = self._settled(form, sequence, batch, most)
             try:
                 probes = self._probes(form, batch, most)
+                if most is None and _calls_vary(probes):
+                    # Short texts may take other ways through the model than those of the batch.
+                    longest = max(mask.shape[1] for mask in valid.values())
+                    probes = self._probes(form, batch, None, longest)
                 break
             except _FailedError:
                 if most is not None:
@@ -111,10 +115,12 @@ class Prober:
             return form.joined(sequence)
         return form
 
-    def _probes(self, form: BatchForm, batch: Mapping[str, Any], most: int | None) -> _Probes:
+    def _probes(
+        self, form: BatchForm, batch: Mapping[str, Any], most: int | None, least: int = 5
+    ) -> _Probes:
         model = self._model()
         sequences = form.sequences or [MAIN]
-        sizes = sizes_of_probes(model, sequences, most)
+        sizes = sizes_of_probes(model, sequences, most, least)
         try:
             return [self._run(form.small(batch, each), each, fake=True) for each in sizes]
         except _FailedError:
@@ -161,6 +167,12 @@ def _has_weights(model: nn.Module) -> bool:
         parameter.untyped_storage().size() >= parameter.nbytes and not parameter.is_meta
         for parameter in model.parameters()
     )
+
+
+def _calls_vary(probes: _Probes) -> bool:
+    """Tell whether some module is called more often in one small batch than in another."""
+    names = {name for _, seen in probes for name in seen}
+    return any(len({len(seen.get(name, ())) for _, seen in probes}) > 1 for name in names)
 
 
 def _shallow_copy(model: nn.Module) -> nn.Module:

@@ -161,17 +161,21 @@ def _place(shape: list[int], size: int, usual: int) -> int | None:
     return shape.index(size) if shape.count(size) == 1 else None
 
 
-def sizes_of_probes(model: nn.Module, sequences: list[str], most: int | None) -> list[Sizes]:
+def sizes_of_probes(
+    model: nn.Module, sequences: list[str], most: int | None, least: int = 5
+) -> list[Sizes]:
     """Return the sizes of small batches; each after the first differs from it in one size.
 
     :param most: tokens that a sequence may have; None for what is usual
+    :param least: tokens that a sequence has at least, unless `most` is given
     """
     weights = {size for parameter in model.parameters() for size in parameter.shape}
-    numbers = [n for n in range(5, 40) if weights.isdisjoint((n, 2 * n, 3 * n))]
-    numbers = numbers if len(numbers) >= 2 * len(sequences) else list(range(5, 40))
+    usual = range(least, least + 35)
+    numbers = [n for n in usual if weights.isdisjoint((n, 2 * n, 3 * n))]
+    numbers = numbers if len(numbers) >= 2 * len(sequences) else list(usual)
     if most is not None:
         numbers = list(range(max(1, most), 0, -1))
-    numbers = (numbers + list(range(40, 80)))[: 2 * len(sequences)]
+    numbers = (numbers + list(range(usual.stop, usual.stop + 40)))[: 2 * len(sequences)]
     tokens = dict(zip(sequences, numbers[0::2], strict=True))
     others = dict(zip(sequences, numbers[1::2], strict=True))
     found = [Sizes(2, tokens), Sizes(3, tokens)]

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from inlay.errors import ConfigurationError
 from inlay.recipe import Plan, Recipe
+from inlay.torch_private import graph_break
 
 __all__ = [
     "LAYOUTS",
@@ -350,7 +351,7 @@ class SequenceModule(nn.Module):
             x = x * (2 - attention_mask.unsqueeze(-1))
         for (layout, breaks), layer in zip(self.steps, self.layers, strict=True):
             if breaks:
-                torch._dynamo.graph_break()
+                graph_break()
             x = LAYOUTS[layout](layer, x)
         return x
 
@@ -378,7 +379,7 @@ class TwoSequencesModule(SequenceModule):
         layers = zip(self.steps, self.decoder, self.cross, strict=True)
         for (layout, breaks), own, cross in layers:
             if breaks:
-                torch._dynamo.graph_break()
+                graph_break()
             x = LAYOUTS[layout](own, x) + 0 * LAYOUTS[layout](cross, encoded)[:, :1]
         return x
 

@@ -20,6 +20,7 @@ from inlay.torch_private.compilers import (
 from inlay.torch_private.graphs import (
     adopt_calling_convention,
     example_of,
+    graph_break,
     lazy_graph_module,
     new_graph_like,
     trace_symbolically,
@@ -75,6 +76,7 @@ __all__ = [
     "default_store",
     "example_of",
     "fake_mode_of",
+    "graph_break",
     "graph_break_errors",
     "has_hooks",
     "inductor_settings",

@@ -11,6 +11,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 __all__ = [
     "adopt_calling_convention",
     "example_of",
+    "graph_break",
     "lazy_graph_module",
     "new_graph_like",
     "trace_symbolically",
@@ -62,3 +63,11 @@ def adopt_calling_convention(graph: Graph, like: Graph) -> None:
     torch 1.11; `set_codegen` is public, reading the codegen of a graph is not.
     """
     graph.set_codegen(like._codegen)
+
+
+def graph_break() -> None:
+    """End the graph that Dynamo traces here and start another one; do nothing without Dynamo.
+
+    torch 2.0; else call any function that `torch.compiler.disable` wraps.
+    """
+    torch._dynamo.graph_break()
