@@ -10,8 +10,6 @@ from torch import nn
 
 from inlay import Calibration, Recipe
 from inlay.calibration import running
-from inlay.calibration.blocks import Blocks
-from inlay.errors import GraphError
 from inlay.evaluation.compare import compare
 from inlay.nodes.call_region import CallRegion
 
@@ -41,8 +39,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def switch() -> None:
         torch._dynamo.reset()
-        monkeypatch.setattr(Blocks, "running", lambda self, compiled: [])
-        monkeypatch.setattr(running, "_can_stay_around", lambda model, plan: False)
+        monkeypatch.setattr(running, "_with_blocks_apart", lambda model, observing: [])
 
     return switch
 
@@ -257,7 +254,7 @@ def test_blocks_of_all_sorts(block: type[Block], tied: bool, one_by_one: Any) ->
     assert_equal_qparams(together, apart)
     for index in range(3):
         assert together.statistics.seen(together.plan.slots[f"blocks.{index}.fc.input"]) == 3
-    # Nothing but what the block itself keeps, and that is a value of the last batch.
+    # Nothing but what the block itself keeps, when it is no node of a graph: of the last batch.
     assert kept == [{"index"} | ({"kept"} if block is Keeping else set())] * 3
     if block is Keeping:
         assert torch.equal(model.blocks[0].kept, x[-1].sum())
@@ -283,14 +280,23 @@ def test_a_batch_is_not_counted_twice_by_blocks_before_one_that_breaks() -> None
     assert calibration.statistics.snapshot()[slot.name].tokens == 2 + 5 + 6
 
 
-def test_a_batch_that_would_be_counted_twice_is_refused() -> None:
-    """The graph around the blocks is one that ran before."""
+def test_a_batch_that_a_block_cannot_trace_is_observed_anew() -> None:
+    """Other blocks have observed it by then, and the graph around the blocks has run before."""
     model = Stack(LateForSome)
     calibration = Calibration(model, RECIPES["static"](), compiler="eager")
-    for tokens in (2, 3):
+    for tokens in (2, 3, 5):
         calibration.observe(torch.randn(tokens, 4))
-    with pytest.raises(GraphError, match="would count it twice"):
-        calibration.observe(torch.randn(5, 4))
+    for name, found in calibration.statistics.snapshot().items():
+        if name.startswith("blocks"):
+            assert (found.seen, found.tokens) == (3, 2 + 3 + 5), name
+    lines = calibration.tracing
+    assert (
+        lines[0] == "tracing strategy: several graphs of the model, with graph breaks between them"
+    )
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        "gave up one graph for all blocks, one graph around them",
+        "gave up one graph of the whole model",
+    ]
 
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3], [3, 5, 4, 7]])
@@ -332,8 +338,11 @@ class Called(nn.Module):
         return torch.stack(means) + x.sum()
 
 
-def test_blocks_called_with_all_sorts(one_by_one: Any) -> None:
+@pytest.mark.parametrize("around", ["eager", "traced"])
+def test_blocks_called_with_all_sorts(around: str, one_by_one: Any, monkeypatch: Any) -> None:
     model, x = Called(), torch.randn(2, 4)
+    if around == "traced":
+        monkeypatch.setattr(running, "_observes_around", lambda model, plan: True)
 
     def run() -> Calibration:
         calibration = Calibration(model, RECIPES["static"](), compiler="eager")
@@ -341,7 +350,8 @@ def test_blocks_called_with_all_sorts(one_by_one: Any) -> None:
         return calibration
 
     together = run()
-    assert len(regions(together)) == 3
+    assert len(regions(together)) == (3 if around == "traced" else 0)
+    assert "gave up" not in together.explain()
     one_by_one()
     assert_equal_qparams(together, run())
 

@@ -58,10 +58,12 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(blocks)
         self.run = run
         self.calls = 0
+        self.head: nn.Module | None = None
         self.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.run(self, x)
+        result = self.run(self, x)
+        return result if self.head is None else self.head(result)
 
 
 def one_after_another(self: Stack, x: torch.Tensor) -> torch.Tensor:
@@ -231,10 +233,14 @@ def forget() -> None:
     COUNTER[0], GLOBAL.value = 0, 1.0
 
 
+@pytest.mark.parametrize("around", ["eager", "traced"])
 @pytest.mark.parametrize("make", UNFRIENDLY)
-def test_statistics_are_those_of_hooks(make: Callable[[], Stack]) -> None:
+def test_statistics_are_those_of_hooks(make: Callable[[], Stack], around: str) -> None:
+    """A head that is quantized has Dynamo trace the model around its blocks, too."""
     forget()
     model = make()
+    if around == "traced":
+        model.head = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     with Hooks.on(copy.deepcopy(model), Plan(model, STATIC)) as hooks:
         for value in X:
             hooks.model(value)

@@ -88,6 +88,11 @@ class Backend:
         finally:
             self._bindings, self.pipelines, self.compiler = own
 
+    @property
+    def pieces(self) -> list[Piece]:
+        """What "auto" runs of the graphs of all backends of a calibration."""
+        return [] if self._auto is None else self._auto.pieces
+
     def serves(self, pipelines: Pipelines) -> bool:
         """Whether graphs were run for a purpose."""
         return any(graph.serves(pipelines.purpose) for graph in self.graphs)
@@ -138,18 +143,16 @@ class Backend:
                 stacklevel=2,
             )
 
-    def start_again(self, before: Mapping[str, Statistics]) -> None:
-        """Forget all graphs, and what was observed since the statistics were these."""
-        self.rewind(before)
-        self.graphs.clear()
-        if self._auto is not None:
-            self._auto.pieces.clear()
+    def forget_graphs(self, count: int | None) -> None:
+        """Forget the first graphs, or all of them, since they run no more."""
+        del self.graphs[:count]
 
-    def rewind(self, before: Mapping[str, Statistics]) -> None:
-        """Forget what was observed since the statistics were these."""
+    def rewind(self, before: Mapping[str, Statistics] | None) -> None:
+        """Forget what was observed since the statistics were these; None if nothing observes."""
         for graph in self.graphs:
             graph.unbind()
-        self.bindings.statistics.rewind(before)
+        if before is not None:
+            self.bindings.statistics.rewind(before)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one region with the compiler of the calibration, or as "auto" has decided."""

@@ -18,7 +18,7 @@ from inlay.calibration.decision import Auto, Savings
 from inlay.calibration.explain import explain, padding_problem
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.running import Rerun, evaluating, run_apart, run_for_statistics, running
-from inlay.calibration.tracing import by_name, without_cache
+from inlay.calibration.tracing import Strategies, by_name, without_cache
 from inlay.calibration.weights import Weights
 from inlay.collectives import from_all_ranks
 from inlay.equalization.equalization import Equalization
@@ -91,7 +91,7 @@ class Calibration:
         # Who calls `torch.compile` has said that compiling is wanted.
         asked = "inductor" if compiler == AUTO else compiler
         self._backend = Backend(self._bindings, pipelines, compiler=asked)
-        self._graphs_run: Callable[..., Any] | None = None
+        self._graphs_run: Strategies | None = None
 
     @classmethod
     def from_statistics(
@@ -165,7 +165,7 @@ class Calibration:
             self._graphs_run = run_for_statistics(self.model, self._observing, self._parts)
         args, given = by_name(self.model, args, without_cache(self.model, kwargs))
         final, counts = self.statistics.is_final, self.count_padding
-        with running(self.model), self.padding.of_batch(given, counts=counts, compares=final):
+        with running(), self.padding.of_batch(given, counts=counts, compares=final):
             return self._graphs_run(*args, **given)
 
     @property
@@ -209,6 +209,11 @@ class Calibration:
     def expect(self, batches: int) -> None:
         """Say before the first batch how many there will be, so that "auto" compiles for many."""
         self.auto.expected = batches
+
+    @property
+    def tracing(self) -> list[str]:
+        """The tracing strategy of `observe`, and why faster ones were given up."""
+        return [] if self._graphs_run is None else self._graphs_run.described()
 
     @property
     def tiers(self) -> list[str]:
@@ -383,8 +388,9 @@ class Calibration:
 
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
+        running = [*self.tracing, *self.tiers]
         equalized = self.equalization.described()
-        return explain(self.statistics, self.graphs, self.tiers, equalized, self.agreement)
+        return explain(self.statistics, self.graphs, running, equalized, self.agreement)
 
 
 def _call(run: Callable[..., Any], batch: Any) -> Any:

@@ -28,11 +28,11 @@ __all__ = ["dropout_in", "explain", "padding_problem"]
 def explain(
     statistics: StatisticsBySlot,
     graphs: Iterable[CompiledGraph],
-    tiers: Iterable[str] = (),
+    running: Iterable[str] = (),
     equalization: Iterable[str] = (),
     agreement: Agreement | None = None,
 ) -> str:
-    """The slots as a table, what is equalized, how pieces run, then every distinct graph."""
+    """Return the slots as a table, what is equalized, how graphs run, then every distinct graph."""
     graphs = list(graphs)
     slots = statistics.plan.slots
     header = ("slot", "observer", "format", "values seen", "shared with")
@@ -59,10 +59,8 @@ def explain(
         parts.append("\n".join(enclosed))
     if equalization:
         parts.append("\n".join(equalization))
-    if tiers:
-        parts.append("\n".join(tiers))
-    if graphs and all(graph.is_region for graph in graphs):
-        parts.append("around its blocks the model runs as it is, since nothing of it is quantized")
+    if running:
+        parts.append("\n".join(running))
     for index, graph in enumerate(graphs):
         for variant in graph.variants.values():
             parts.append(f"graph {index}:\n{format_graph(variant.graph_module)}")

@@ -1,4 +1,4 @@
-"""How the graphs of a calibration are run: by which way of tracing, in what, and once more."""
+"""Choose tracing strategies for a model, and rerun its traced graphs."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,16 @@ from inlay.calibration.blocks import Blocks, block_modules
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.tracing import (
     Enclosed,
-    first_that_traces,
+    Strategies,
+    Strategy,
     is_of_library,
     left_alone,
-    on_trial,
+    watched_while_traced,
 )
 from inlay.errors import ConfigurationError, GraphError
 from inlay.memory import collecting_garbage_later, keeping_freed_memory
 from inlay.recipe import Plan
-from inlay.torch_private import branch_errors, compiled_in_place, has_hooks, observing_dynamo
+from inlay.torch_private import branch_errors, has_hooks, observing_dynamo
 
 __all__ = ["Rerun", "evaluating", "run_apart", "run_for_statistics", "running"]
 
@@ -48,10 +49,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def running(model: nn.Module) -> Iterator[None]:
-    """Run the graphs of a calibration: without gradients, and with the model in evaluation mode."""
+def running() -> Iterator[None]:
+    """Run the graphs of a calibration: without gradients, and without detours of Dynamo."""
     with (
-        evaluating(model),
         torch.no_grad(),
         _without_autocast_cache(),
         observing_dynamo(),
@@ -75,27 +75,54 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(is_enabled)
 
 
-def run_for_statistics(model: nn.Module, observing: Backend, parts: Backend) -> Callable[..., Any]:
-    """Run a model by the quickest way of tracing that is right for it.
+_EAGER = "one graph for all blocks, eager around them"
+_AROUND = "one graph for all blocks, one graph around them"
+_WHOLE = "one graph of the whole model"
+_BROKEN = "several graphs of the model, with graph breaks between them"
 
+
+def run_for_statistics(model: nn.Module, observing: Backend, parts: Backend) -> Strategies:
+    """Run a model by the fastest tracing strategy that can trace it.
     :param observing: makes graphs that drop the outputs of the model
     :param parts: makes graphs that keep them, for a model that is traced in several
     """
     # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
     whole = torch.compile(Enclosed(model), backend=observing, fullgraph=True)
     broken = torch.compile(Enclosed(model), backend=parts)
-    blocks = Blocks(model, observing)
-    plan = observing.pipelines.plan
-    if blocks.end_in_observing(plan) and _can_stay_around(model, plan):
-        apart = blocks.running_around(_with_few_logits(model, observing))
-    else:
-        apart = blocks.running(whole)
-    # Blocks run one after another, so whatever fails may fail late. If the model itself is at
-    # fault, tracing it as a whole says so.
-    tried = [on_trial(way, model, observing, Exception) for way in apart]
-    return _explaining(
-        model, first_that_traces([*tried, on_trial(whole, model, observing), broken])
+    return Strategies(
+        [
+            *_with_blocks_apart(model, observing),
+            Strategy(
+                _WHOLE,
+                _evaluated(model, watched_while_traced(whole, model, observing)),
+                observing,
+            ),
+            Strategy(_BROKEN, _evaluated(model, _explaining(model, broken)), parts),
+        ]
     )
+
+
+def _with_blocks_apart(model: nn.Module, observing: Backend) -> Iterator[Strategy]:
+    blocks = Blocks(model, observing)
+    if not blocks:
+        return
+    plan = observing.pipelines.plan
+    if blocks.end_in_observing(plan) and not _observes_around(model, plan):
+        run = blocks.eager_around(_with_few_logits(model, blocks.root, observing))
+        yield Strategy(_EAGER, blocks.refreshed(run), observing)
+    else:
+        run = watched_while_traced(blocks.traced_around(), blocks.root, observing)
+        yield Strategy(_AROUND, blocks.refreshed(run), observing)
+
+
+def _evaluated(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` with the model in evaluation mode meanwhile."""
+
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        with evaluating(model):
+            return run(*args, **kwargs)
+
+    return evaluated
 
 
 def _explaining(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,26 +144,21 @@ def _explaining(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]
     return explained
 
 
-def _can_stay_around(model: nn.Module, plan: Plan) -> bool:
-    """Whether the model around its blocks can run as it is, and need not be traced.
+def _observes_around(model: nn.Module, plan: Plan) -> bool:
+    """Return whether anything around the blocks is quantized, or uses of weights are needed."""
+    inside = _inside_blocks(model)
+    return plan.recipe.equalize is not None or not all(
+        inside(slot.module) for slot in plan.slots.values()
+    )
 
-    That is so if nothing of it is quantized, it is known to use its blocks as wholes, nobody else
-    sees its logits, and it has no head that would run in vain. Equalization wants to see all uses
-    of a weight.
-    """
+
+def _inside_blocks(model: nn.Module) -> Callable[[str], bool]:
     blocks = block_modules(model)
 
     def is_inside(name: str) -> bool:
         return name in blocks or ("." in name and is_inside(name.rpartition(".")[0]))
 
-    around = [module for name, module in model.named_modules() if not is_inside(name)]
-    return (
-        plan.recipe.equalize is None
-        and all(map(is_inside, {slot.module for slot in plan.slots.values()}))
-        and all(map(_is_known, around))
-        and not any(map(compiled_in_place, model.modules()))
-        and (_takes_few_logits(model) or not _has_head(model))
-    )
+    return is_inside
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -144,47 +166,45 @@ def _is_known(module: nn.Module) -> bool:
     return is_of_library(module) and not has_hooks(module) and "forward" not in vars(module)
 
 
-def _with_few_logits(model: nn.Module, observing: Backend) -> Callable[..., Any]:
-    """The model with its head run for one token alone, unless the outputs or a loss are wanted."""
-    if not _takes_few_logits(model):
-        return model
+def _with_few_logits(
+    model: nn.Module, copy: Callable[..., Any], observing: Backend
+) -> Callable[..., Any]:
+    """Run the head of a model for one token alone, unless the outputs or a loss are wanted.
+
+    Only if a library has written all that runs around the blocks: nothing else sees the logits.
+    """
+    inside = _inside_blocks(model)
+    around = (module for name, module in model.named_modules() if not inside(name))
+    takes_few = _LOGITS in inspect.signature(model.forward).parameters
+    if not takes_few or not all(map(_is_known, around)):
+        return copy
 
     def run(*args: Any, **kwargs: Any) -> Any:
         are_wanted = observing.pipelines.outputs or kwargs.get("labels") is not None
-        return model(*args, **(kwargs if are_wanted else {_LOGITS: 1, **kwargs}))
+        return copy(*args, **(kwargs if are_wanted else {_LOGITS: 1, **kwargs}))
 
     return run
 
 
-def _takes_few_logits(model: nn.Module) -> bool:
-    return _LOGITS in inspect.signature(model.forward).parameters
-
-
-def _has_head(model: nn.Module) -> bool:
-    """Whether a model of transformers computes a number for each word of its vocabulary."""
-    find = getattr(model, "get_output_embeddings", None)
-    return find is not None and find() is not None
-
-
-def run_apart(model: nn.Module, observing: Backend) -> Callable[..., Any]:
-    """Run a model with its blocks as graphs of their own, and in no other way.
+def run_apart(model: nn.Module, observing: Backend) -> Strategies:
+    """Run a model with its blocks as nodes of the graph around them, and in no other way.
 
     :raises ConfigurationError: if the model has no blocks
     """
-    whole = torch.compile(Enclosed(model), backend=observing, fullgraph=True)
-    apart = Blocks(model, observing).running(whole)
-    if not apart:
+    blocks = Blocks(model, observing)
+    if not blocks:
         raise ConfigurationError(
             f"{type(model).__name__} cannot be streamed, because it has no blocks: no two modules "
             "of one class stand in a row; calibrate it in memory"
         )
-    (run,) = apart
+    run = blocks.traced_around()
 
     def leaving_the_model_alone(*args: Any, **kwargs: Any) -> Any:
-        with left_alone(model):
+        with left_alone(blocks.root):
             return run(*args, **kwargs)
 
-    return leaving_the_model_alone
+    refreshed = blocks.refreshed(leaving_the_model_alone)
+    return Strategies([Strategy(_AROUND, refreshed, observing)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,18 @@
-"""Ways to have Dynamo trace a model, from the quickest to the one that always works."""
+"""Tracing strategies: ways to have Dynamo trace a model, from the fastest to the safest."""
 
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from inlay.changes import Held, is_container
-from inlay.statistics.value import Statistics
-from inlay.torch_private import graph_break_errors
+from inlay.errors import GraphError, StatisticsError
+from inlay.torch_private import cause_of, is_tracing_error
 
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
@@ -20,17 +21,14 @@ __all__ = [
     "Dropped",
     "Enclosed",
     "KeepsError",
+    "Strategies",
+    "Strategy",
     "by_name",
-    "first_that_traces",
     "is_of_library",
     "left_alone",
-    "on_trial",
+    "watched_while_traced",
     "without_cache",
 ]
-
-
-class _ResistsError(Exception):
-    """A model cannot be run in this way. Nothing was observed."""
 
 
 class KeepsError(Exception):
@@ -83,68 +81,118 @@ def by_name(
     return (), {**dict(zip(named, args, strict=True)), **kwargs}
 
 
-def first_that_traces(ways: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """Run by the first way whose graph Dynamo can trace without a break, from then on by that one.
+@dataclass(frozen=True)
+class Strategy:
+    """One way to trace and run a model.
 
-    :param ways: ways to run the same; the last one takes breaks
+    :param description: what it traces, and how, for people
+    :param backend: prepares its graphs
     """
-    left = list(ways)
-    resisting: tuple[type[Exception], ...] = (_ResistsError, *graph_break_errors())
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        while len(left) > 1:
+    description: str
+    run: Callable[..., Any]
+    backend: "Backend"
+
+
+class Strategies:
+    """Runs batches by the first strategy that can trace the model, and by that one from then on.
+
+    A batch that fails leaves no statistics. A strategy is given up only for an error of tracing,
+    and only if a later one runs the same batch: a bad batch says nothing about the model.
+
+    :param strategies: all of them run the same; the last one accepts graph breaks
+    """
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self._left = list(strategies)
+        self._given_up: list[str] = []
+        self._has_run = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        statistics = self._left[0].backend.bindings.statistics
+        before = None if statistics.is_final else statistics.snapshot()
+        failed: list[str] = []
+        for number, strategy in enumerate(self._left):
+            backend = strategy.backend
+            graphs, pieces = len(backend.graphs), len(backend.pieces)
             try:
-                return left[0](*args, **kwargs)
-            except resisting:
-                del left[0]
-        return left[0](*args, **kwargs)
+                result = strategy.run(*args, **kwargs)
+            except BaseException as error:
+                for each in self._backends:
+                    each.rewind(before)
+                if number == len(self._left) - 1 or not _cannot_trace(error):
+                    raise
+                failed.append(f"gave up {strategy.description}: {_reason(error)}")
+                continue
+            if failed:
+                # Graphs of the strategies that are given up run no more.
+                for each in self._backends:
+                    each.forget_graphs(graphs if each is backend else None)
+                del backend.pieces[:pieces]
+                del self._left[:number]
+                self._given_up += failed
+            self._has_run = True
+            return result
 
-    return run
+    def described(self) -> list[str]:
+        """Say which strategy runs, and why others were given up."""
+        if not self._has_run:
+            return []
+        return [f"tracing strategy: {self._left[0].description}", *self._given_up]
+
+    @property
+    def _backends(self) -> "list[Backend]":
+        return list(dict.fromkeys(strategy.backend for strategy in self._left))
 
 
-def on_trial(
-    run: Callable[..., Any],
-    model: nn.Module,
-    backend: "Backend",
-    resisting: type[Exception] = KeepsError,
+def _cannot_trace(error: BaseException) -> bool:
+    """Return whether an error says that code cannot be traced, and nothing about the batch.
+
+    A block that runs twice, on values of two dtypes, has no graph for both: a StatisticsError.
+    """
+    found = cause_of(error)
+    return isinstance(found, (GraphError, StatisticsError, KeepsError)) or is_tracing_error(found)
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(cause_of(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def watched_while_traced(
+    run: Callable[..., Any], model: nn.Module, backend: "Backend"
 ) -> Callable[..., Any]:
-    """Run by a way of which the batches for which it is traced show if it is right for the model.
+    """Return `run`, which then refuses models that keep something in a batch they are traced for.
 
-    Where outputs are dropped, a model that keeps some of them would keep nothing instead. Where
-    blocks run on their own, they would not see what the model keeps on its way. Nothing is looked
-    at for other batches: whatever a model does otherwise, it is traced for.
+    Where outputs are dropped, a model would keep nothing instead of these. Where blocks are single
+    nodes, they would not see what the model keeps on its way. Other batches are not watched: if a
+    model does something else with one, it is traced again for it.
 
-    :param resisting: the errors that say that another way should be tried
+    :raises KeepsError: while it runs
     """
     has_run = False
 
-    def tried(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_run
-        before: list[tuple[Mapping[str, Statistics], Held]] = []
+        held: list[Held] = []
 
         def note() -> None:
-            if not before:
-                before.append((backend.bindings.statistics.snapshot(), Held(_places(model))))
+            if not held:
+                held.append(Held(_places(model)))
 
         if not has_run:
             note()
         backend.on_trace = note
         try:
             result = run(*args, **kwargs)
-            for _, held in before:
-                _require_unchanged(model, held)
-        except resisting as error:
-            if not before:
-                raise
-            # Something may have been observed before it came to this.
-            backend.start_again(before[0][0])
-            raise _ResistsError from error
         finally:
             backend.on_trace = None
+        for before in held:
+            _require_unchanged(model, before)
         has_run = True
         return result
 
-    return tried
+    return watched
 
 
 @contextmanager

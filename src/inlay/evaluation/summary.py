@@ -84,6 +84,7 @@ def report_of(
         size_after=after,
         versions=_versions(),
         stages=tuple(Stage(name=name, seconds=seconds) for name, seconds in record.stages),
+        tracing=tuple(calibration.tracing),
         tiers=tuple(calibration.tiers),
         changes=() if comparison is None else comparison.changes,
         layers=layers,

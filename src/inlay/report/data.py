@@ -197,6 +197,7 @@ class ReportData:
     size_after: int
     versions: dict[str, str] = field(default_factory=dict)
     stages: tuple[Stage, ...] = ()
+    tracing: tuple[str, ...] = ()
     tiers: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     layers: tuple[LayerError, ...] = ()

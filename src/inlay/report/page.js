@@ -540,7 +540,7 @@ function main() {
   fillFindings(report.findings);
   fillChanges(report.changes);
   fillEqualized(report);
-  fillStages(report.stages, report.tiers);
+  fillStages(report.stages, [...report.tracing, ...report.tiers]);
   fillOrigin(report);
   const kinds = kindsOf([...report.layers, ...report.slots].map(({ module }) => module));
   const distribution = distributionSection(report.slots);

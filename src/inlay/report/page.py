@@ -91,6 +91,8 @@ def _summary(data: ReportData) -> str:
         "Time": "; ".join([duration(seconds), *data.tiers]),
         "Created": data.created,
     }
+    if data.tracing:
+        facts["Tracing"] = "; ".join(data.tracing)
     if data.peak_memory is not None:
         facts["Memory"] = f"{size(data.peak_memory)} at its peak"
     if data.tokens_per_second is not None:

@@ -139,7 +139,7 @@ class _Pair:
         stage = region.stage
         assert stage is not None
         for quantized, (started, activations) in self._sides.items():
-            with self._running(quantized), running(self._run.model):
+            with self._running(quantized), running():
                 values = started.run(stage, activations.of(0, stage))
             if stage + 1 < len(started.graph.stages):
                 activations.keep(0, stage + 1, values, started)

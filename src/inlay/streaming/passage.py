@@ -62,7 +62,7 @@ class Passage:
             with (
                 self._run.rehearsing(),
                 self._stored.pretended({*before, *block, *following}),
-                running(self._run.model),
+                running(),
                 contextlib.suppress(RehearsedError),
             ):
                 started.run(1, started.run(0, {}))
@@ -125,7 +125,7 @@ class Passage:
             look_around()
             begin = time.perf_counter()
             known = self._run.compilations
-            with running(self._run.model):
+            with running():
                 values = started.run(stage, activations.of(number, stage, equalized=equalized))
             if stage + 1 < len(started.graph.stages):
                 activations.keep(number, stage + 1, values, started, equalized=equalized)

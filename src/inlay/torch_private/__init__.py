@@ -5,18 +5,20 @@ when it goes. Dynamo and Inductor take a second to import, so functions import t
 """
 
 from inlay.torch_private.compilers import (
-    as_if_traced,
     branch_errors,
+    cause_of,
     compile_options,
     compiler_named,
     compiling_in,
     graph_break_errors,
     inductor_settings,
+    is_tracing_error,
     mark_varying,
     module_behind,
     observing_dynamo,
     varying_dims,
 )
+from inlay.torch_private.copies import SharedCopy
 from inlay.torch_private.graphs import (
     adopt_calling_convention,
     example_of,
@@ -26,7 +28,6 @@ from inlay.torch_private.graphs import (
     trace_symbolically,
 )
 from inlay.torch_private.modules import (
-    compiled_in_place,
     default_store,
     has_hooks,
 )
@@ -62,14 +63,14 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "SharedCopy",
     "TorchDispatchMode",
     "adopt_calling_convention",
     "allow_real_tensors",
-    "as_if_traced",
     "aten_name",
     "branch_errors",
+    "cause_of",
     "compile_options",
-    "compiled_in_place",
     "compiler_named",
     "compiling_in",
     "counting_guards_of_code",
@@ -82,6 +83,7 @@ __all__ = [
     "inductor_settings",
     "is_grouped_product",
     "is_proxied",
+    "is_tracing_error",
     "lazy_graph_module",
     "lost_guards",
     "mark_varying",

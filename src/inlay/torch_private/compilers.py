@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from inlay.torch_private.changing import changed
+from inlay.torch_private.changing import Shared, changed
 from inlay.torch_private.tensors import FakeTensorMode
 
 __all__ = [
-    "as_if_traced",
     "branch_errors",
+    "cause_of",
     "compile_options",
     "compiler_named",
     "compiling_in",
     "graph_break_errors",
     "inductor_settings",
+    "is_tracing_error",
     "mark_varying",
     "module_behind",
     "observing_dynamo",
@@ -65,27 +66,32 @@ def inductor_settings(**settings: Any) -> AbstractContextManager[None]:
 def observing_dynamo() -> Iterator[None]:
     """Have Dynamo compile the code of a class anew for each of its models, and take no detours.
 
-    `torch.compile(recompile_limit=…)` is public from 2.13 on. The detours are for its logs: it
-    empties the processor's caches to time guards, and reads source files for names of functions.
+    `torch.compile(recompile_limit=…)` is public from 2.13 on. Settings are per thread there.
     torch 2.6; what is missing is left alone.
     """
-    from torch._dynamo import config, guards, symbolic_convert
+    from torch._dynamo import config
 
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 1 << 20)
+    with changed(config, run_gc_after_compile=False, **limits), _NO_DETOURS:
+        yield
+
+
+@contextmanager
+def _without_detours() -> Iterator[None]:
+    """Skip what Dynamo does for its logs alone.
+
+    It empties the processor's caches to time guards, and reads source files for function names.
+    """
+    from torch._dynamo import guards, symbolic_convert
+
     with (
-        changed(config, run_gc_after_compile=False, **limits),
         changed(guards, profile_guard_manager=lambda *_: 0.0),
         changed(symbolic_convert, get_funcname=lambda *_: None),
     ):
         yield
 
 
-def as_if_traced(answer: bool = True) -> AbstractContextManager[None]:
-    """Have `torch.compiler.is_compiling()` say yes, for models that ask, or no again.
-
-    torch 2.1; `torch.export` sets this flag for what it runs, and nothing public does.
-    """
-    return changed(torch.compiler, _is_compiling_flag=answer)
+_NO_DETOURS = Shared(_without_detours)
 
 
 def graph_break_errors() -> tuple[type[Exception], ...]:
@@ -112,6 +118,31 @@ def branch_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import UserError
 
     return (UserError,)
+
+
+def is_tracing_error(error: BaseException | None) -> bool:
+    """Return whether Dynamo raised an error because it could not trace code.
+
+    torch 2.1; what Dynamo raises has no public base class. Errors of compilers do not count.
+    """
+    from torch._dynamo.exc import (
+        BackendCompilerFailed,
+        FailOnRecompileLimitHit,
+        TorchDynamoException,
+    )
+
+    raised = isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
+    return raised and not isinstance(error, BackendCompilerFailed)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return what a backend raised, from behind the error that Dynamo makes of it. torch 2.0."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    if not isinstance(error, BackendCompilerFailed):
+        return error
+    cause: BaseException = error.inner_exception
+    return cause
 
 
 def mark_varying(tensor: torch.Tensor, dim: int) -> None:

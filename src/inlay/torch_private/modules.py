@@ -5,7 +5,6 @@ from typing import Any
 from torch import nn
 
 __all__ = [
-    "compiled_in_place",
     "default_store",
     "has_hooks",
 ]
@@ -22,11 +21,6 @@ def has_hooks(module: nn.Module) -> bool:
     backward = (module._backward_pre_hooks, module._backward_hooks)
     has_any: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
     return has_any or any(own) or any(backward)
-
-
-def compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called. torch 2.2; else nothing is compiled in place."""
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def default_store() -> Any:
