@@ -14,6 +14,7 @@ from inlay.calibration.bindings import Bindings
 from inlay.calibration.blocks import Blocks, block_modules
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.tracing import (
+    BranchesError,
     Enclosed,
     Strategies,
     Strategy,
@@ -89,15 +90,12 @@ def run_for_statistics(model: nn.Module, observing: Backend, parts: Backend) -> 
     # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
     whole = torch.compile(Enclosed(model), backend=observing, fullgraph=True)
     broken = torch.compile(Enclosed(model), backend=parts)
+    in_one = watched_while_traced(whole, model, observing)
     return Strategies(
         [
             *_with_blocks_apart(model, observing),
-            Strategy(
-                _WHOLE,
-                _evaluated(model, watched_while_traced(whole, model, observing)),
-                observing,
-            ),
-            Strategy(_BROKEN, _evaluated(model, _explaining(model, broken)), parts),
+            Strategy(_WHOLE, _on_model(model, in_one), observing),
+            Strategy(_BROKEN, _on_model(model, broken), parts),
         ]
     )
 
@@ -115,33 +113,27 @@ def _with_blocks_apart(model: nn.Module, observing: Backend) -> Iterator[Strateg
         yield Strategy(_AROUND, blocks.refreshed(run), observing)
 
 
-def _evaluated(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` with the model in evaluation mode meanwhile."""
+def _on_model(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` on the user's model, which evaluates meanwhile.
 
-    def evaluated(*args: Any, **kwargs: Any) -> Any:
-        with evaluating(model):
-            return run(*args, **kwargs)
+    :raises BranchesError: in place of Dynamo's own error, if code branches on values of tensors
+    """
 
-    return evaluated
-
-
-def _explaining(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Name the model whose code branches on values of tensors, in place of Dynamo's own error."""
-
-    def explained(*args: Any, **kwargs: Any) -> Any:
+    def on_model(*args: Any, **kwargs: Any) -> Any:
         try:
-            return run(*args, **kwargs)
+            with evaluating(model):
+                return run(*args, **kwargs)
         except branch_errors() as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             places = [line for line in lines if line.startswith("File ")]
             where = f" at {places[-1].removeprefix('File ')}" if places else ""
-            raise GraphError(
+            raise BranchesError(
                 f"{type(model).__name__} cannot be traced: it branches on values of tensors{where} "
                 f"({lines[0]}). Dynamo would run what follows without observers; change the model "
                 "so that it does not branch there"
             ) from error
 
-    return explained
+    return on_model
 
 
 def _observes_around(model: nn.Module, plan: Plan) -> bool:

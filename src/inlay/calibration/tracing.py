@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
 
 __all__ = [
+    "BranchesError",
     "Dropped",
     "Enclosed",
     "KeepsError",
@@ -33,6 +34,10 @@ __all__ = [
 
 class KeepsError(Exception):
     """A module keeps something of what it runs on."""
+
+
+class BranchesError(GraphError):
+    """A model branches on values of tensors. After a break there, code may run untraced."""
 
 
 class Dropped:
@@ -151,6 +156,8 @@ def _cannot_trace(error: BaseException) -> bool:
     A block that runs twice, on values of two dtypes, has no graph for both: a StatisticsError.
     """
     found = cause_of(error)
+    if isinstance(found, BranchesError):
+        return False
     return isinstance(found, (GraphError, StatisticsError, KeepsError)) or is_tracing_error(found)
 
 
