@@ -385,7 +385,7 @@ def test_stored_statistics_are_reported_as_well() -> None:
     again = Calibration(model, recipe, compiler="eager")
     again.statistics.restore(calibration.statistics.snapshot())
     again.finalize()
-    expected = report_of(calibration)
+    expected = replace(report_of(calibration), tracing=())  # no batch has run `again`
     assert replace(report_of(again), created=expected.created) == expected
 
 
