@@ -59,7 +59,9 @@ class Annotate(Pass):
         name = None if path is None else located(path)
         if use is not None:
             owner = self.plan.owner(use.weight, use.kind, name)
-            return {} if owner is None else _with_importance(self.plan.of_module(owner))
+            if owner is None:
+                return {}
+            return {**self.plan.of_module(owner), **self.plan.watches(owner)}
         if name is not None and attention_states(node) is not None:
             return self.plan.of_module(name)
         return {}
@@ -73,9 +75,3 @@ def _locator(gm: GraphModule, plan: Plan) -> Locate:
         if (tensor := tensor_of(gm, value) if isinstance(value, Node) else value) is not None
     )
     return plan.locator(reads, root_of(gm))
-
-
-def _with_importance(slots: dict[str, Slot]) -> dict[str, Slot]:
-    """Slots of a module, and one for its input where the observer of its weight asks for that."""
-    importance = slots["weight"].importance if "weight" in slots else None
-    return slots if importance is None else {**slots, importance.base_name: importance}

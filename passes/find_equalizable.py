@@ -76,7 +76,7 @@ class FindEqualizable(Pass):
         for node in grouped:
             slots = slots_of(node)
             channels = channels_of(slots)
-            modified |= annotate(node, {**slots, channels.base_name: channels})
+            modified |= annotate(node, {**slots, channels.key: channels})
         return PassResult(gm, modified)
 
     def _require_own_ranges(self, gm: GraphModule, node: Node) -> None:

@@ -29,7 +29,7 @@ from inlay.nodes.every_token import Everywhere
 from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe, ObserveWeight
 from inlay.nodes.routing import routing_of
-from inlay.recipe import CHANNELS, Experts, Slot
+from inlay.recipe import Experts, Gathers, Slot
 from inlay.statistics.rule import Rule
 
 __all__ = ["InsertObservers"]
@@ -74,12 +74,12 @@ class InsertObservers(Pass):
         everywhere = Everywhere(gm.graph, self.name) if self.experts == "all" else None
         modified = False
         for node in list(gm.graph.nodes):
-            for base_name, slot in slots_of(node).items():
-                value = _value(gm, node, base_name)
+            for slot in slots_of(node).values():
+                value = _value(gm, node, slot.base_name)
                 if value is None or not self._is_wanted(node, slot):
                     continue
                 # A module may be called twice with a value that is changed in between.
-                is_output = base_name == "output"
+                is_output = slot.base_name == "output"
                 changes = writes.up_to(value, value) if is_output else writes.before(node, value)
                 if (slot.name, value, changes) in there:
                     continue
@@ -112,7 +112,8 @@ class InsertObservers(Pass):
 
     def _is_wanted(self, node: Node, slot: Slot) -> bool:
         """Whether a slot of an op is observed, in this run over the data."""
-        is_left_for_second = CHANNELS in slots_of(node) and slot.sees_scaled
+        gathered = {other.gathers for other in slots_of(node).values()}
+        is_left_for_second = Gathers.CHANNELS in gathered and slot.sees_scaled
         return slot.is_observed and (slot.is_weight or is_left_for_second == self.second_run)
 
     def _insert(

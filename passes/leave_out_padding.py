@@ -70,7 +70,7 @@ class LeaveOutPadding(Pass):
         """Give an observe node its mask."""
         assert self.layouts is not None
         rule = target.rule
-        if rule.slot.args.strategy == "token" and not rule.slot.is_channels:
+        if rule.slot.args.strategy == "token" and not rule.slot.watches_input:
             return False  # each token has statistics of its own
         mask = self.layouts.of(slot)
         if mask is None:

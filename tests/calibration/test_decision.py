@@ -74,7 +74,7 @@ def test_savings_follow_from_the_model_and_the_recipe() -> None:
     def savings(model: torch.nn.Module, observer: str, preset: str = "FP8") -> Savings:
         recipe = Recipe.from_preset(preset, inputs={"observer": observer})
         calibration = Calibration(model, recipe)
-        return Savings.of(calibration.plan, calibration.module_weight)
+        return Savings.of(calibration.plan, calibration.weights.of_module)
 
     one, two = savings(linear(), "mse"), savings(layers(), "mse")
     assert (two.layers, two.searches) == (1, 1)  # of equal layers

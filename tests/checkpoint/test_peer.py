@@ -87,7 +87,14 @@ def write_as_inlay(folder: Path, model: Any, recipe: Recipe) -> None:
         calibration.observe(input_ids=tokens())
     qparams = calibration.finalize()
     folder.mkdir()
-    save_checkpoint(folder, model, calibration.statistics.plan, recipe, qparams)
+    save_checkpoint(
+        folder,
+        model,
+        calibration.statistics.plan,
+        recipe,
+        qparams,
+        weights=calibration.weights,
+    )
 
 
 @pytest.mark.parametrize(("build", "preset", "fields"), CASES)

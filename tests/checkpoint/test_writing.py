@@ -56,7 +56,10 @@ class Run:
         folder.mkdir(exist_ok=True)
         plan, qparams = self.calibration.statistics.plan, self.calibration.qparams
         assert qparams is not None
-        return save_checkpoint(folder, self.model, plan, self.recipe, qparams, **options)
+        weights = self.calibration.weights
+        return save_checkpoint(
+            folder, self.model, plan, self.recipe, qparams, weights=weights, **options
+        )
 
 
 def tokens() -> dict[str, torch.Tensor]:
@@ -361,11 +364,12 @@ def test_a_scale_that_vanishes_in_its_dtype_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     run = calibrated()
     plan, qparams = run.calibration.statistics.plan, run.calibration.qparams
+    weights = run.calibration.weights
     assert qparams is not None
     with pytest.raises(ConfigurationError, match="Sequential is not a model of transformers"):
-        save_checkpoint(tmp_path, nn.Sequential(), plan, run.recipe, qparams)
+        save_checkpoint(tmp_path, nn.Sequential(), plan, run.recipe, qparams, weights=weights)
     with pytest.raises(ConfigurationError, match="offloaded"):
-        save_checkpoint(tmp_path, llama().to("meta"), plan, run.recipe, qparams)
+        save_checkpoint(tmp_path, llama().to("meta"), plan, run.recipe, qparams, weights=weights)
     run.model.config.quantization_config = {}
     with pytest.raises(ConfigurationError, match="quantized already"):
         run.save(tmp_path)

@@ -25,10 +25,11 @@ from inlay.cli import app
 from inlay.cli.arguments import Accepted, KvCache
 from inlay.cli.outcome import show_result
 from inlay.cli.recipes import KV_CACHES, ObserverChoice, Wanted, run_observer_file
+from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 from inlay.recipe import Recipe, preset_names
-from inlay.statistics.finalize import ACCEPTABLE
+from inlay.steps.accepting import ACCEPTABLE
 
 OBSERVER_FILE = """
 from inlay.observers import StaticMinMaxObserver, Observer
@@ -407,6 +408,34 @@ def test_the_result_names_unused_data_and_the_only_dtype(
     assert lines["data"] == "texts.txt, 20 texts, not calibrated on: no need"
     assert re.match("bfloat16 only: .* nvfp4-pack-quantized to it", lines["dtype"])
     assert "tokens" not in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "observer", "gptq"),
+    [
+        (["--data"], "imatrix_mse", GPTQ()),
+        ([], "memoryless_mse", None),
+        (["--method", "plain", "--data"], None, None),
+        (["--method", "plain", "--gptq", "--data"], None, GPTQ()),
+        (["--observer", "weights=memoryless_minmax", "--data"], "memoryless_minmax", None),
+        (["--gptq", "--keep-hessians", "--data"], "imatrix_mse", GPTQ(keep_hessians=True)),
+    ],
+)
+def test_presets_of_few_bits_take_the_best_method(
+    options: list[str],
+    observer: str | None,
+    gptq: GPTQ | None,
+    folder: Path,
+    texts: Path,
+    tmp_path: Path,
+    runs: Runs,
+) -> None:
+    given = [*options, texts] if options[-1:] == ["--data"] else options
+    shown = succeeds("calibrate", folder, "--scheme", "NVFP4A16", *given, "--out", tmp_path / "out")
+    recipe = runs.calls[0][0][1]
+    (scheme,) = recipe.config.config_groups.values()
+    assert (scheme.weights.observer, recipe.gptq) == (observer, gptq)
+    assert ("GPTQ (damping 0.01)" if gptq else "rounded to nearest") in shown
 
 
 def test_calibrate_says_nothing_when_asked_to(

@@ -101,7 +101,7 @@ def test_dynamic_scales_and_importance_see_the_equalized_model() -> None:
     wanted = Recipe.from_preset("W8A8", weights=weights, equalize=0.5)
     calibration = Calibration(model, wanted, compiler="eager", progress=False)
     calibration.observe(X)
-    before = calibration.stored().slots["blocks.0.q.importance"].tensors["_imatrix_sum"]
+    before = calibration.stored().slots["blocks.0.q.input:importance"].tensors["_imatrix_sum"]
     calibration.finalize()
     slot = calibration.plan.slots["blocks.0.q.weight"].importance
     after = calibration.statistics.of(slot).tensors["_imatrix_sum"]
@@ -125,7 +125,7 @@ def test_padding_is_left_out_of_channels(scheme: str) -> None:
         calibration = Calibration(model, wanted, compiler="eager", progress=False)
         calibration.observe(**inputs)
         calibration.require_padding_left_out()
-        found.append(calibration.stored().slots["model.layers.0.mlp.down_proj.channels"])
+        found.append(calibration.stored().slots["model.layers.0.mlp.down_proj.input:channels"])
     assert found[0].tokens == found[1].tokens == 4
     for name, expected in found[1].tensors.items():
         torch.testing.assert_close(found[0].tensors[name], expected)

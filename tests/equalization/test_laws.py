@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 from inlay import Calibration, Recipe
-from inlay.recipe import CHANNELS, Slot
+from inlay.recipe import Gathers, Slot
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +189,7 @@ def test_ranges_are_those_of_the_equalized_model(form: Form, strength: float) ->
         assert theirs is not None
         for name in ("min_vals", "max_vals"):
             torch.testing.assert_close(ours.tensors[name], theirs.tensors[name])
-        channels = again.statistics.of(Slot(each.group.name, CHANNELS, slot.args))
+        channels = again.statistics.of(Slot(each.group.name, "input", slot.args, Gathers.CHANNELS))
         assert channels is not None
         sizes = torch.maximum(channels.tensors["min_vals"].abs(), channels.tensors["max_vals"])
         assert each.after == pytest.approx(float(sizes.amax() / sizes.median()), rel=1e-9)

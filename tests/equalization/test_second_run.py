@@ -99,7 +99,7 @@ def test_the_first_run_observes_channels_and_what_is_left_alone() -> None:
     made.observe(BATCHES[0])
     first = set(made.stored().slots)
     assert "blocks.0.down.input" in first  # gelu lets no scale through
-    assert "blocks.0.q.channels" in first
+    assert "blocks.0.q.input:channels" in first
     assert "blocks.0.q.input" not in first
     made.equalize()
     made.observe(BATCHES[0])

@@ -79,5 +79,5 @@ def test_weights_that_need_no_data_are_left_out() -> None:
     model[0].weight_observer = imatrix
     imatrix.attach(model[0])
     (one,) = attached_observers(model)
-    assert one.gathers_from == "0.importance"
+    assert one.gathers_from == "0.input:importance"
     assert torch.is_tensor(model[0].weight)

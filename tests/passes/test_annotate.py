@@ -82,7 +82,7 @@ def test_ignored_modules_are_left_alone() -> None:
 def test_importance_is_watched_where_an_observer_wants_it() -> None:
     model = Functional(lambda self, x: self.fc(x), fc=linear())
     recipe = Recipe.from_preset("W8A16", weights={"observer": "imatrix_mse", "group_size": 4})
-    assert annotations(model, recipe) == [["fc.importance", "fc.weight"]]
+    assert annotations(model, recipe) == [["fc.input:importance", "fc.weight"]]
 
 
 def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:

@@ -58,7 +58,7 @@ def test_docstring_example() -> None:
     assert [_last(reader.name) for reader in group.readers] == ["fc.weight"]
     observed = InsertObservers()(result.graph_module).graph_module
     notes = [line.partition("  # ")[2] for line in ops(observed) if line.startswith("observe(")]
-    assert notes == ["fc.input, by InsertObservers", "fc.channels, by InsertObservers"]
+    assert notes == ["fc.input, by InsertObservers", "fc.input:channels, by InsertObservers"]
 
 
 def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:

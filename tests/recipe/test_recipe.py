@@ -196,7 +196,7 @@ def test_groups_may_name_presets() -> None:
         ("- FP8\n- W8A8\n", "expected a mapping"),
         ("present: FP8\nignore: []\n", "unknown entries: present; use only equalize"),
         ("ignore: []\ntargets: []\n", "names no preset"),
-        ("s:\n  GPTQModifier:\n    scheme: W4A16\n", "GPTQModifier; only QuantizationModifier"),
+        ("s:\n  SparseGPTModifier:\n    sparsity: 0.5\n", "reads one QuantizationModifier or"),
         (
             "s:\n  QuantizationModifier:\n    shceme: FP8\n",
             "unknown entries: shceme; use only config_groups",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from profiles import examples
 
 from inlay.errors import StatisticsError
-from inlay.recipe import Slot
+from inlay.recipe import Gathers, Slot
 from inlay.statistics.value import Statistics, measure, merge
 from inlay.testing.strategies import tensors
 
@@ -28,9 +28,10 @@ laws = examples(25)
 
 def slot(observer: str, base_name: str = "input") -> Slot:
     fields = PER_HEAD if base_name == "k" else PER_TENSOR
+    gathers = Gathers.RANGE
     if observer == IMPORTANCE:
-        base_name, fields = "importance", {"num_bits": 4, "strategy": "channel"}
-    return Slot("fc", base_name, QuantizationArgs(**fields, observer=observer))
+        gathers, fields = Gathers.IMPORTANCE, {"num_bits": 4, "strategy": "channel"}
+    return Slot("fc", base_name, QuantizationArgs(**fields, observer=observer), gathers)
 
 
 @st.composite

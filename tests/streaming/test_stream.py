@@ -59,6 +59,7 @@ RECIPES = {
     "importance": Recipe.from_preset(
         "W4A16", ignore=["lm_head"], weights={"observer": "imatrix_mse", "group_size": 16}
     ),
+    "gptq": Recipe.from_preset("W4A16", ignore=["lm_head"], weights={"group_size": 16}, gptq=True),
     "histogram": Recipe.from_preset(
         "W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "histogram"}
     ),
@@ -123,6 +124,9 @@ def test_without_data_every_weight_is_read_once_and_nothing_is_traced(folder: Pa
 GATES = ["lm_head", "re:.*gate$"]
 OF_EXPERTS = {
     "weights": Recipe.from_preset("W4A16", ignore=GATES, weights={"group_size": 16}),
+    "gptq": Recipe.from_preset(
+        "W4A16", ignore=GATES, weights={"group_size": 16}, gptq=True, experts="fill"
+    ),
     "inputs": Recipe.from_preset(
         "FP8", ignore=GATES, inputs={"observer": "static_minmax"}, experts="fill"
     ),

@@ -18,7 +18,7 @@ from torch import nn
 
 import inlay
 from inlay.ranks import together
-from inlay.statistics.finalize import _Finalization
+from inlay.steps.choose_ranges import _Ranges
 from inlay.workflow import keeping
 
 WORDS = 24
@@ -70,6 +70,7 @@ class Job:
     inputs: dict[str, Any] | None = None
     weights: dict[str, Any] | None = None
     equalize: Any = None
+    gptq: Any = None
     stop: dict[int, tuple[int, str]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -77,6 +78,7 @@ class Job:
 def run(job: Job) -> dict[str, Any]:
     """Calibrate, and say everything that should be the same on all ranks, and some more."""
     changes = {"inputs": job.inputs, "weights": job.weights, "equalize": job.equalize}
+    changes["gptq"] = job.gptq
     ignore = ["lm_head", "re:.*[.]gate$"] if job.experts else ["lm_head"] * bool(job.llama)
     if job.experts and not job.equalize:  # those that share a range are not equalized
         changes["experts"] = "fill"
@@ -101,6 +103,7 @@ def run(job: Job) -> dict[str, Any]:
                 for name, known in stored.slots.items()
             },
             "seen": (done.record.samples, done.record.tokens, stored.data_seen.batches),
+            "compensated": {n: t.tolist() for n, t in done.weights.compensated.items()},
             "equalized": [str(each) for each in done.equalization.done],
             "scales": {
                 group.name: scales.values.tolist()
@@ -127,7 +130,7 @@ def _rank() -> int:
 @contextmanager
 def _noting() -> Iterator[dict[str, Any]]:
     """Note which weights are searched here, and count collectives."""
-    observe, counts = _Finalization._observe_weights, Counter[str]()
+    observe, counts = _Ranges._observe_weights, Counter[str]()
     noted: dict[str, Any] = {"weights": [], "collectives": counts}
 
     def observed(self: Any, observers: Any) -> None:
@@ -143,13 +146,13 @@ def _noting() -> Iterator[dict[str, Any]]:
 
         return call
 
-    _Finalization._observe_weights = observed  # type: ignore[method-assign]
+    _Ranges._observe_weights = observed  # type: ignore[method-assign]
     for name in kept:
         setattr(dist, name, counted(name))
     try:
         yield noted
     finally:
-        _Finalization._observe_weights = observe  # type: ignore[method-assign]
+        _Ranges._observe_weights = observe  # type: ignore[method-assign]
         for name, function in kept.items():
             setattr(dist, name, function)
 

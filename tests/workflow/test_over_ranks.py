@@ -232,3 +232,16 @@ def test_a_slow_rank_is_waited_for_and_a_killed_one_is_named() -> None:
     assert isinstance(found, RankError)
     assert found.rank == 1
     assert "rank 1 ended without an error of its own: it was killed" in str(found)
+
+
+def test_ranks_compensate_weights_as_one_process(ranks: Ranks) -> None:
+    """Sums of ranks round differently, so ties may fall differently."""
+    job = Job(data=rows(8), llama=1, scheme="W4A16", weights={"group_size": 16}, gptq=True)
+    job = replace(job, options={"held_out": 0})
+    (alone, (first, *others)) = run(job), on_all(ranks, job)
+    assert all(other["same"] == first["same"] for other in others)
+    one, all_of_them = (each["same"]["compensated"] for each in (alone, first))
+    assert one.keys() == all_of_them.keys()
+    for name, weight in one.items():
+        differ = (torch.tensor(weight) != torch.tensor(all_of_them[name])).any(-1)
+        assert float(differ.float().mean()) < 0.1

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from inlay.calibration.weights import Weights
 from inlay.equalization.equalization import Equalization
 from inlay.graph import (
     PaddingMask,
@@ -24,6 +23,7 @@ from inlay.nodes.observe import Observe
 from inlay.padding.of_batch import Padding
 from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.steps.weights import Weights
 
 __all__ = ["Bindings", "GivenInput", "given_inputs"]
 

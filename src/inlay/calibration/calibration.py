@@ -19,7 +19,6 @@ from inlay.calibration.explain import explain, padding_problem
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.running import Rerun, evaluating, run_apart, run_for_statistics, running
 from inlay.calibration.tracing import Strategies, by_name, without_cache
-from inlay.calibration.weights import Weights
 from inlay.collectives import from_all_ranks
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
@@ -30,17 +29,20 @@ from inlay.observers import QParamsDict
 from inlay.padding.of_batch import Padding
 from inlay.passes import PREPARE
 from inlay.ranks.together import together
-from inlay.recipe import Plan, Recipe, Slot
+from inlay.recipe import Plan, Recipe
 from inlay.run_record import Agreement
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.data_seen import DataSeen
-from inlay.statistics.finalize import finalize
 from inlay.statistics.on_disk import (
     StoredStatistics,
     require_same_tokens,
     require_same_weights,
     with_gathering_observers,
 )
+from inlay.steps import run_steps
+from inlay.steps.accepting import known_words
+from inlay.steps.finalizing import Compensation, Finalizing
+from inlay.steps.weights import Weights
 
 __all__ = ["Calibration"]
 
@@ -79,6 +81,7 @@ class Calibration:
         self.show_progress = progress
         self.agreement: Agreement | None = None  # of the traced model with the eager one
         self.equalization = Equalization(model, self.plan)
+        self.compensations: dict[str, Compensation] = {}  # what GPTQ gained, by module
         weights = Weights(model, self.plan, self.equalization.parameters)
         self.padding = Padding(lambda: self.model, self.plan)
         self._bindings = Bindings(self.statistics, weights, self.equalization, self.padding)
@@ -185,7 +188,7 @@ class Calibration:
             )
         self.statistics.merge_ranks()
         try:
-            self.equalization.choose(self.statistics, self.module_weight)
+            self.equalization.choose(self.statistics, self.weights.of_module)
         finally:
             self.statistics.forget_ranks()
         self.statistics.is_second_run = self.equalization.is_settled = True
@@ -294,29 +297,31 @@ class Calibration:
         assert self.statistics.qparams is not None
         return self.statistics.qparams
 
-    def weight_of(self, slot: Slot) -> torch.Tensor:
-        """The weight of a slot before it is quantized: as the model has it, or equalized."""
-        return self._bindings.weights.plain(slot)
+    def finalizing(self, **given: Any) -> Finalizing:
+        """Return what the steps of finalize start from, with these fields of `Finalizing`."""
+        own: dict[str, Any] = {"statistics": self.statistics, "weights": self.weights}
+        own |= {"progress": self.show_progress, "last_batch": self.last_batch}
+        return Finalizing(**{**own, **given})
 
-    def module_weight(self, module: str) -> torch.Tensor:
-        """The weight of a module, or of an expert, as the model has it."""
-        return self._bindings.weights.of_module(module)
+    @property
+    def weights(self) -> Weights:
+        """The weights of quantized modules: plain, equalized, compensated or folded."""
+        return self._bindings.weights
 
     def _finalize(self, accept: Collection[str]) -> None:
-        finalize(
-            self.statistics,
-            self._bindings.weights.plain,
-            accept=accept,
-            progress=self.show_progress,
-            before=self._equalize,
-            last_batch=self.last_batch,
-        )
+        accepted = known_words(accept)
+        state = self.finalizing(plan=self.plan, accept=accepted, equalize=self._equalize)
+        found = run_steps(state)
+        self.statistics.qparams, self.statistics.accepted = found.qparams, accepted
+        self.compensations = found.compensations
+        for graph in self.graphs:
+            graph.unbind()  # from statistics that were dropped
         self.data_parts = tuple(from_all_ranks(self.data_seen))
         self.data_seen = DataSeen.of_all(self.data_parts)
 
     def _equalize(self) -> None:
         if not self.equalization.is_settled:
-            self.equalization.choose(self.statistics, self.module_weight)
+            self.equalization.choose(self.statistics, self.weights.of_module)
         self.equalization.apply(self.statistics)
 
     def require_padding_left_out(self) -> None:

@@ -28,7 +28,7 @@ class Seen:
     def take_in(self, value: Any) -> None:
         if isinstance(value, torch.Tensor) and value.numel():
             self.values += 1
-            if self.slot.is_importance:
+            if self.slot.watches_input:
                 self.observer.observe_input(value)
             else:
                 self.observer(value)
@@ -60,8 +60,8 @@ class Hooks:
     def _observe(self, name: str, module: nn.Module) -> None:
         """Observe a module of the plan, which may share its weight with others."""
         slots = self.plan.of_module(name) if name in self.plan.kinds else {}
-        weight = slots.get("weight")
-        for slot in (slots.get("input"), None if weight is None else weight.importance):
+        watches = self.plan.watches(name).values() if slots else ()
+        for slot in (slots.get("input"), *watches):
             if slot is not None and slot.is_observed:
                 hook = partial(self._see_input, self._seen(slot))
                 self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))

@@ -11,11 +11,11 @@ from torch import nn
 from inlay.checkpoint.compressing import compressed_weight
 from inlay.checkpoint.gate import describe_unusable
 from inlay.checkpoint.layers import QuantizedLayer
-from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import QParamsDict
 from inlay.recipe import Slot
 from inlay.recipe.experts import ExpertStack, saved_names
+from inlay.steps.weights import Weights
 
 __all__ = ["Contents", "compressed_layer", "shares_quantized_weight", "unquantized_state"]
 
@@ -33,7 +33,7 @@ class Contents:
     keep_ties: bool
     unquantized: Mapping[str, torch.Tensor]
     experts: Mapping[str, str]
-    equalized: EqualizedParameters | None
+    weights: Weights
 
     @classmethod
     def of(
@@ -41,7 +41,7 @@ class Contents:
         model: nn.Module,
         layers: Sequence[QuantizedLayer],
         stacks: Iterable[ExpertStack],
-        equalized: EqualizedParameters | None,
+        weights: Weights,
     ) -> "Contents":
         keep_ties = not shares_quantized_weight(model, layers)
         state = unquantized_state(model, layers, keep_ties)
@@ -52,7 +52,7 @@ class Contents:
             assert own, "experts that are saved together are in no plan"
             names.update(own)
         return cls(
-            model=model, keep_ties=keep_ties, unquantized=state, experts=names, equalized=equalized
+            model=model, keep_ties=keep_ties, unquantized=state, experts=names, weights=weights
         )
 
     def tensors(
@@ -65,7 +65,7 @@ class Contents:
         # Compressed here, not kept in the block, so that it is freed once it is written.
         quantized = {}
         for layer in layers:
-            quantized.update(compressed_layer(layer, qparams, self.equalized))
+            quantized.update(compressed_layer(layer, qparams, self.weights))
         saved = self.as_saved(unquantized, quantized)
         compressed = {id(tensor) for tensor in quantized.values()}
         of_layers = {name: tensor for name, tensor in saved.items() if id(tensor) in compressed}
@@ -76,10 +76,10 @@ class Contents:
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of one block as they are written, given the compressed ones."""
         plain = dict(unquantized)
-        if self.equalized is not None:
-            own = dict(self.model.named_parameters(remove_duplicate=False))
-            changed = (name for name in plain if self.equalized.is_changed(own.get(name)))
-            plain.update({name: self.equalized.of(own[name]) for name in changed})
+        equalized = self.weights.equalized
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        changed = (name for name in plain if equalized.is_changed(own.get(name)))
+        plain.update({name: equalized.of(own[name]) for name in changed})
         return _as_saved(self.model, plain, quantized, self.experts)
 
 
@@ -112,16 +112,14 @@ def unquantized_state(
 
 
 def compressed_layer(
-    layer: QuantizedLayer,
-    qparams: Mapping[str, QParamsDict],
-    equalized: EqualizedParameters | None,
+    layer: QuantizedLayer, qparams: Mapping[str, QParamsDict], weights: Weights
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that quantization of a layer adds to a checkpoint."""
     state = {}
     for slot in layer.slots:
         state.update(_qparams_as_stored(layer, slot, qparams.get(slot.name, {})))
     if layer.weight is not None and layer.scheme is not None:
-        weight = layer.weight if equalized is None else equalized.of(layer.weight)
+        weight = weights.of_layer(layer.name, layer.weight)
         with torch.no_grad():
             state = compressed_weight(weight.detach(), state, layer.scheme)
     for name, tensor in state.items():

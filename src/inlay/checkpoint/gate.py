@@ -8,7 +8,7 @@ import torch
 from inlay.errors import StatisticsError
 from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
-from inlay.statistics.finalize import known_words
+from inlay.steps.accepting import known_words
 
 __all__ = ["describe_unusable", "require_servable", "require_servable_part"]
 

@@ -29,13 +29,13 @@ from inlay.checkpoint.layers import (
 )
 from inlay.checkpoint.loading import require_full_precision
 from inlay.checkpoint.shards import Shards, size_in_bytes
-from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.formats.storage import dtype_to_load, storage_of
 from inlay.observers import QParamsDict
 from inlay.progress import watched
 from inlay.recipe import Plan, Recipe
 from inlay.recipe.experts import ExpertStack
+from inlay.steps.weights import Weights
 
 __all__ = [
     "CheckpointSizes",
@@ -67,7 +67,7 @@ def save_checkpoint(
     tokenizer: Any = None,
     max_shard_size: int | str = "5GB",
     accept: Collection[str] = (),
-    equalized: EqualizedParameters | None = None,
+    weights: Weights,
     progress: bool | None = None,
 ) -> CheckpointSizes:
     """Write a model with its qparams into a folder, as llm-compressor would.
@@ -79,7 +79,7 @@ def save_checkpoint(
     :param tokenizer: a tokenizer or processor to write beside the model
     :param max_shard_size: the largest size of a file with weights, `"5GB"` for example
     :param accept: problems to accept instead of refusing, as in `Calibration.finalize`
-    :param equalized: scaled copies of parameters, which are written in their place
+    :param weights: those of the calibration, as its steps left them
     :param progress: draw a progress bar; by default if there is a terminal
     """
     _require_saveable(model)
@@ -87,13 +87,13 @@ def save_checkpoint(
     full_precision = require_servable(plan, qparams, accept=accept)
     stacks = _quantized_stacks(plan, full_precision)
     layers = quantized_layers(model, plan, recipe, full_precision)
-    contents = Contents.of(model, layers, stacks, equalized)
+    contents = Contents.of(model, layers, stacks, weights)
     folder = Path(folder)
     shards = Shards(folder, max_size)
     blocks = _blocks(contents.unquantized, layers)
     compressed = compressed_blocks(
         blocks,
-        lambda layer: compressed_layer(layer, qparams, equalized),
+        lambda layer: compressed_layer(layer, qparams, weights),
         shared=pays_to_share(layers),
     )
     bar = watched(compressed, "writing the checkpoint", total=len(blocks), show=progress)
@@ -131,7 +131,7 @@ def help_with_checkpoint(
     qparams: Mapping[str, QParamsDict],
     *,
     accept: Collection[str] = (),
-    equalized: EqualizedParameters | None = None,
+    weights: Weights,
 ) -> None:
     """Compress a part of the model for the first rank, which writes it with `save_checkpoint`.
 
@@ -145,7 +145,7 @@ def help_with_checkpoint(
         state.pop(stack)
     for _ in compressed_blocks(
         _blocks(state, layers),
-        lambda layer: compressed_layer(layer, qparams, equalized),
+        lambda layer: compressed_layer(layer, qparams, weights),
         shared=True,
     ):
         pass

@@ -22,9 +22,13 @@ __all__ = [
     "ExpertTokens",
     "ExpertsOption",
     "GgufFile",
+    "Gptq",
     "Ignore",
+    "KeepHessians",
     "KvCache",
     "KvCacheOption",
+    "MethodName",
+    "MethodOption",
     "Model",
     "NoComparison",
     "NoReport",
@@ -73,6 +77,13 @@ class ExpertTokens(str, Enum):
     FILL = "fill"
     LAYER = "layer"
     ALL = "all"
+
+
+class MethodName(str, Enum):
+    """Methods for the weights of presets."""
+
+    BEST = "best"
+    PLAIN = "plain"
 
 
 class Accepted(str, Enum):
@@ -150,6 +161,34 @@ Equalize = Annotated[
         "[b]auto[/b].",
         show_default=False,
         rich_help_panel=QUANTIZATION,
+    ),
+]
+Gptq = Annotated[
+    bool,
+    typer.Option(
+        "--gptq",
+        help="Round weights by GPTQ, which lets later columns compensate the error of earlier "
+        "ones. Needs data.",
+        rich_help_panel=QUANTIZATION,
+    ),
+]
+MethodOption = Annotated[
+    MethodName,
+    typer.Option(
+        "--method",
+        help="How a scheme rounds weights of 4 bits or fewer: the [b]best[/b] way measured (GPTQ "
+        "with data, the range with the smallest error without), or [b]plain[/b], as llm-compressor "
+        "does by default.",
+        rich_help_panel=QUANTIZATION,
+    ),
+]
+KeepHessians = Annotated[
+    bool,
+    typer.Option(
+        "--keep-hessians",
+        help="Keep what GPTQ gathered with the statistics, for [b]inlay requantize[/b]. It takes "
+        "as much space as the weights, or more.",
+        rich_help_panel=SAVING,
     ),
 ]
 ExpertsOption = Annotated[

@@ -18,7 +18,8 @@ from inlay.cli.arguments import (
     RemoteCode,
     Scheme,
 )
-from inlay.cli.commands import source_of, wanted_of
+from inlay.cli.commands import source_of
+from inlay.cli.recipes import wanted_of
 from inlay.cli.terminal import calm_transformers, console, reported
 from inlay.errors import ConfigurationError
 

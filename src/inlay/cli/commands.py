@@ -19,11 +19,13 @@ from inlay.cli.arguments import (
     DtypeOption,
     Equalize,
     ExpertsOption,
-    ExpertTokens,
     GgufFile,
+    Gptq,
     Ignore,
-    KvCache,
+    KeepHessians,
     KvCacheOption,
+    MethodName,
+    MethodOption,
     Model,
     NoComparison,
     NoReport,
@@ -40,16 +42,16 @@ from inlay.cli.arguments import (
     file_option,
 )
 from inlay.cli.outcome import interrupted, show_result
-from inlay.cli.recipes import ObserverChoice, Wanted, run_observer_file
+from inlay.cli.recipes import wanted_of
 from inlay.cli.terminal import calm_transformers, console, reported, reported_by_all
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
 from inlay.ranks.identity import is_first
 
 if TYPE_CHECKING:
-    from inlay.recipe import Strength
+    pass
 
-__all__ = ["calibrate", "explain", "merge", "requantize", "source_of", "wanted_of"]
+__all__ = ["calibrate", "explain", "merge", "requantize", "source_of"]
 
 
 @app.command()
@@ -65,6 +67,8 @@ def calibrate(
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
     experts: ExpertsOption = None,
+    gptq: Gptq = False,
+    method: MethodOption = MethodName.BEST,
     data: Annotated[
         Path | None,
         file_option(
@@ -98,6 +102,7 @@ def calibrate(
     stream: Stream = False,
     offload_activations: OffloadActivations = False,
     no_comparison: NoComparison = False,
+    keep_hessians: KeepHessians = False,
     out: Out,
     accept: Accept = None,
     compiler: Annotated[
@@ -122,7 +127,20 @@ def calibrate(
     _require_apart(out, model)
     require_room(out, overwrite=overwrite)
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
+    wanted = wanted_of(
+        scheme,
+        recipe,
+        observer,
+        observer_file,
+        ignore,
+        kv_cache,
+        equalize,
+        experts,
+        gptq,
+        keep_hessians,
+        method=method.value,
+        has_data=data is not None,
+    )
     from inlay.data.tokenize import read_rows
 
     # Refuse data that cannot be read before loading the library and the model.
@@ -188,6 +206,7 @@ def explain(
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
     experts: ExpertsOption = None,
+    gptq: Gptq = False,
     gguf_file: GgufFile = None,
     download: Download = False,
     trust_remote_code: RemoteCode = False,
@@ -197,7 +216,9 @@ def explain(
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
+    wanted = wanted_of(
+        scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts, gptq
+    )
     wanted.require_recipe()
     from inlay.checkpoint.loading import empty_model
     from inlay.cli.tree import tree_of
@@ -254,6 +275,7 @@ def requantize(
     kv_cache: KvCacheOption = None,
     equalize: Equalize = None,
     experts: ExpertsOption = None,
+    gptq: Gptq = False,
     out: Out,
     accept: Accept = None,
     dtype: DtypeOption = Dtype.AUTO,
@@ -272,7 +294,9 @@ def requantize(
     _require_apart(out, model, statistics)
     require_room(out, overwrite=overwrite)
     source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts)
+    wanted = wanted_of(
+        scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts, gptq
+    )
     wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.statistics.on_disk import StoredStatistics
@@ -323,47 +347,6 @@ def merge(
     loaded = map(StoredStatistics.load, statistics)
     functools.reduce(lambda one, other: one.merge(other), loaded).save(out)
     typer.echo(out)
-
-
-def wanted_of(
-    scheme: str | None,
-    recipe: Path | None,
-    observers: list[str] | None,
-    observer_file: Path | None,
-    ignore: list[str] | None,
-    kv_cache: KvCache | None,
-    equalize: str | None,
-    experts: ExpertTokens | None,
-) -> Wanted:
-    """Collect what the options say about quantization; it becomes a recipe with the model."""
-    if (scheme is None) == (recipe is None):
-        raise typer.BadParameter("give exactly one of them", param_hint="--scheme or --recipe")
-    try:
-        choices = [ObserverChoice.parse(text) for text in observers or ()]
-    except ConfigurationError as error:
-        raise typer.BadParameter(str(error), param_hint="--observer") from error
-    wanted = Wanted(
-        scheme=scheme,
-        file=recipe,
-        observers=tuple(choices),
-        ignore=tuple(ignore or ()),
-        kv_cache=None if kv_cache is None else kv_cache.value,
-        equalize=_strength(equalize),
-        experts=None if experts is None else experts.value,
-    )
-    if observer_file is not None:
-        run_observer_file(observer_file)
-    wanted.require_known_names()
-    return wanted
-
-
-def _strength(text: str | None) -> "Strength | None":
-    if text is None or text == "auto":
-        return text  # type: ignore[return-value]
-    try:
-        return float(text)
-    except ValueError as error:
-        raise typer.BadParameter("give a number, or auto", param_hint="--equalize") from error
 
 
 def source_of(

@@ -68,12 +68,14 @@ def _dtype_to_load(folder: Path) -> str | None:
 
 
 def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
+    from inlay.recipe.describe import method_in_words
     from inlay.report.numbers import count, duration, number, size
 
     facts = {"checkpoint": str(out)}
     ignored = run.recipe.config.ignore
     if ignored:
         facts["full precision"] = ", ".join(ignored)
+    facts["weights"] = method_in_words(run.recipe)
     data, record = report_data(out), run.record
     if data is not None:
         facts["size"] = f"{size(data.size_before)} → {size(data.size_after)}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 import yaml
 
 from inlay.cli.known import observer_names, preset_names
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
     from torch import nn
 
+    from inlay.cli.arguments import ExpertTokens, KvCache
+    from inlay.compensation.settings import GPTQ
     from inlay.recipe import Experts, Recipe, Strength
 
-__all__ = ["KV_CACHES", "ObserverChoice", "Wanted", "run_observer_file"]
+__all__ = ["KV_CACHES", "ObserverChoice", "Wanted", "run_observer_file", "wanted_of"]
 
 KV_CACHES: dict[str, dict[str, Any]] = {
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
@@ -65,6 +68,7 @@ class Wanted:
     """The wish of a user: a preset or a recipe in a file, and the options on top of it.
 
     :param ignore: names of modules; `none` quantizes even the head of a language model
+    :param method: how a preset rounds weights of few bits, of `METHODS`
     """
 
     scheme: str | None = None
@@ -74,6 +78,10 @@ class Wanted:
     kv_cache: str | None = None
     equalize: "Strength | None" = None
     experts: "Experts | None" = None
+    gptq: bool = False
+    keep_hessians: bool = False
+    method: str = "plain"
+    has_data: bool = False
 
     def require_known_names(self) -> None:
         """Refuse presets and observers that nobody knows, as far as names tell, at once."""
@@ -93,7 +101,7 @@ class Wanted:
         """Refuse whatever makes no recipe, before a model is loaded for it."""
         from inlay.recipe import Recipe
 
-        Recipe.from_config(self._config(), equalize=self._strength(), experts=self._experts())
+        Recipe.from_config(self._config(), **self._options())
 
     def recipe_for(self, model: "nn.Module") -> "Recipe":
         """Make the recipe for a model."""
@@ -102,15 +110,40 @@ class Wanted:
         config = self._config()
         ignore = [*(config.ignore or []), *self._ignored(model)]
         config.ignore = list(dict.fromkeys(ignore))
-        recipe = Recipe.from_config(config, equalize=self._strength(), experts=self._experts())
+        recipe = Recipe.from_config(config, **self._options())
+        if self.scheme is not None and self.method == "best":
+            recipe = self._with_best_method(recipe, model)
         named = {_PARTS[choice.part] for choice in self.observers}
         return replace(recipe, preset_observers=self._start().preset_observers - named)
 
-    def _strength(self) -> "Strength | None":
-        return self._start().equalize if self.equalize is None else self.equalize
+    def _with_best_method(self, recipe: "Recipe", model: "nn.Module") -> "Recipe":
+        from inlay.recipe.experts import experts_in_one_parameter
+        from inlay.recipe.presets import with_best_method
 
-    def _experts(self) -> "Experts":
-        return self._start().experts if self.experts is None else self.experts
+        # Few texts reach all experts, and a Hessian for each takes much memory.
+        has_experts = any(True for _ in experts_in_one_parameter(model))
+        has_data = self.has_data and (self.gptq or not has_experts)
+        config, gptq = with_best_method(recipe.config, recipe.gptq, has_data=has_data)
+        return replace(recipe, config=config, gptq=gptq)
+
+    def _options(self) -> dict[str, Any]:
+        """Return what a recipe has besides its config: as started from, with the changes wanted."""
+        start = self._start()
+        return {
+            "equalize": start.equalize if self.equalize is None else self.equalize,
+            "experts": start.experts if self.experts is None else self.experts,
+            "gptq": self._gptq(start),
+        }
+
+    def _gptq(self, start: "Recipe") -> "GPTQ | None":
+        from inlay.compensation.settings import GPTQ
+
+        chosen = start.gptq or (GPTQ() if self.gptq else None)
+        if not self.keep_hessians:
+            return chosen
+        if chosen is None:
+            raise ConfigurationError("--keep-hessians keeps what GPTQ gathers; add --gptq")
+        return replace(chosen, keep_hessians=True)
 
     def _config(self) -> "QuantizationConfig":
         """Return the config without what the model decides."""
@@ -137,6 +170,53 @@ class Wanted:
         # A recipe in a file names itself the modules to ignore.
         is_head_kept = self.scheme is not None and "none" not in self.ignore
         return [*names, *_head(model)] if is_head_kept else names
+
+
+def wanted_of(
+    scheme: str | None,
+    recipe: Path | None,
+    observers: list[str] | None,
+    observer_file: Path | None,
+    ignore: list[str] | None,
+    kv_cache: "KvCache | None",
+    equalize: str | None,
+    experts: "ExpertTokens | None",
+    gptq: bool = False,
+    keep_hessians: bool = False,
+    **given: Any,
+) -> Wanted:
+    """Collect what the options say about quantization; it becomes a recipe with the model."""
+    if (scheme is None) == (recipe is None):
+        raise typer.BadParameter("give exactly one of them", param_hint="--scheme or --recipe")
+    try:
+        choices = [ObserverChoice.parse(text) for text in observers or ()]
+    except ConfigurationError as error:
+        raise typer.BadParameter(str(error), param_hint="--observer") from error
+    wanted = Wanted(
+        scheme=scheme,
+        file=recipe,
+        observers=tuple(choices),
+        ignore=tuple(ignore or ()),
+        kv_cache=None if kv_cache is None else kv_cache.value,
+        equalize=_strength(equalize),
+        experts=None if experts is None else experts.value,
+        gptq=gptq,
+        keep_hessians=keep_hessians,
+        **given,
+    )
+    if observer_file is not None:
+        run_observer_file(observer_file)
+    wanted.require_known_names()
+    return wanted
+
+
+def _strength(text: str | None) -> "Strength | None":
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter("give a number, or auto", param_hint="--equalize") from error
 
 
 def run_observer_file(path: Path) -> list[str]:

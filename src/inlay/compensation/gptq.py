@@ -17,17 +17,19 @@ _BLOCK = 128
 class Compensated:
     """Weights on their grid, with the output error before and after compensation.
 
-    Errors are tr(ΔW H ΔWᵀ): squared errors of the layer's output, summed as the Hessian is.
+    Errors are δ H δᵀ for each row δ of ΔW: squared errors of one output, summed over tokens.
 
     :param weights: of shape (batch, rows, columns)
-    :param before: of round-to-nearest, of shape (batch,)
-    :param after: of these weights, of shape (batch,); never larger
+    :param signal: squared outputs of the plain weights, of shape (batch, rows)
+    :param before: errors of round-to-nearest, of shape (batch, rows)
+    :param after: errors of these weights, of shape (batch, rows); never larger
     :param damping: the damping each layer needed, of shape (batch,)
     :param failed: whether the Hessian of a layer cannot be factorized, of shape (batch,); such
         weights are rounded to nearest
     """
 
     weights: torch.Tensor
+    signal: torch.Tensor
     before: torch.Tensor
     after: torch.Tensor
     damping: torch.Tensor
@@ -67,9 +69,12 @@ def compensate(
     # A NaN never compares as better, so rows that went wrong are rounded to nearest too.
     is_better = (after < before) & ~factors.failed.unsqueeze(-1)
     return Compensated(
-        weights=torch.where(is_better.unsqueeze(-1), solved, nearest).to(weights.dtype),
-        before=before.sum(-1),
-        after=torch.where(is_better, after, before).sum(-1),
+        weights=torch.where(is_better.unsqueeze(-1), solved, nearest)
+        .to(weights.dtype)
+        .contiguous(),  # columns stand before rows so far
+        signal=output_errors(wide, hessians),
+        before=before,
+        after=torch.where(is_better, after, before),
         damping=factors.damping,
         failed=factors.failed,
     )

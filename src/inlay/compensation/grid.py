@@ -1,5 +1,6 @@
 """Rounding single columns of weights to the grid that their scales span."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,17 @@ class Grid:
             _widened(zero_point, args, shape)
             if keeps_zero_points and zero_point is not None
             else None,
+        )
+
+    @classmethod
+    def joined(cls, grids: "Sequence[Grid]", *, rows: bool) -> "Grid":
+        """Return the grid of weights below each other, if `rows`, or of one batch after another."""
+        dim = 2 if rows else 0
+        zero_points = [each.zero_point for each in grids if each.zero_point is not None]
+        return cls(
+            grids[0].args,
+            torch.cat([each.scale for each in grids], dim),
+            torch.cat(zero_points, dim) if zero_points else None,
         )
 
     def reordered(self, order: torch.Tensor) -> "Grid":

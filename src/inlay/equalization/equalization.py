@@ -292,6 +292,7 @@ class Equalization:
     ) -> dict[str, Statistics]:
         """What the slots of a group's readers would have seen of the scaled value."""
         found: dict[str, Statistics] = {}
+        divided: dict[int, Statistics] = {}  # readers of one value share what is gathered of it
         # The range of a value with these two rows is that of all rows.
         extremes = torch.stack([channels.low, channels.high])
         for reader in group.readers:
@@ -299,13 +300,13 @@ class Equalization:
             read = slots.get("input")
             if read is not None and read.is_observed and not read.sees_scaled:
                 found[read.name] = _after(read, statistics, extremes)
-            importance = slots["weight"].importance if "weight" in slots else None
-            known = None if importance is None else statistics.unscaled(importance)
-            if importance is not None and known is not None and not known.is_empty:
-                sums = known.tensors["_imatrix_sum"] / scales.to(known.tensors["_imatrix_sum"]) ** 2
-                found[importance.name] = replace(
-                    known, tensors={**known.tensors, "_imatrix_sum": sums}
-                )
+            for watch in self.plan.watches(reader).values():
+                known = statistics.unscaled(watch)
+                if known is not None and not known.is_empty:
+                    if id(known) not in divided:
+                        tensors = watch.observer_class.divide_input(known.tensors, scales)
+                        divided[id(known)] = replace(known, tensors=tensors)
+                    found[watch.name] = divided[id(known)]
         return found
 
 

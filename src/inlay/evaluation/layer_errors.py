@@ -1,16 +1,16 @@
 """The signal of each layer over its quantization error."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from inlay.calibration.bindings import Bindings
-from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
 from inlay.report.data import LayerError
+from inlay.steps.weights import Weights
 
 __all__ = ["Noise", "layer_errors", "weight_errors"]
 
@@ -80,12 +80,12 @@ def layer_errors(
 
 
 def weight_errors(
-    plan: Plan, qparams: Mapping[str, QParamsDict], weight_of: Callable[[Slot], torch.Tensor]
+    plan: Plan, qparams: Mapping[str, QParamsDict], weights: Weights
 ) -> tuple[LayerError, ...]:
     """Compute the SQNR of quantized weights alone, as `layer_errors` does where no data ran.
 
     :param plan: a plan, or a part of it whose weights are in memory
-    :param weight_of: gives the weight of a weight slot
+    :param weights: those of the calibration, as its steps left them
     """
     found: dict[str, Noise] = {}
     for slot in plan.slots.values():
@@ -93,8 +93,8 @@ def weight_errors(
             continue
         known = found.setdefault(slot.module, Noise())
         if slot.is_weight:
-            weight = weight_of(slot).detach()
-            known.add(weight, fold_weight(weight, slot.args, qparams[slot.name]))
+            weight = weights.plain(slot).detach()
+            known.add(weight, weights.folded_for_once(slot, qparams[slot.name]))
     return tuple(
         LayerError(module=module, sqnr_db=None, weight_sqnr_db=noise.decibels)
         for module, noise in found.items()

@@ -15,6 +15,7 @@ from torch import nn
 from inlay._version import __version__
 from inlay.calibration import Calibration
 from inlay.evaluation.compare import Comparison
+from inlay.evaluation.compensated import compensated_weights
 from inlay.evaluation.distributions import Clip, distribution_of_histogram, distribution_of_weight
 from inlay.evaluation.experts import about_coverage, expert_layers
 from inlay.evaluation.findings import layer_findings, slot_findings, unquantized_findings
@@ -68,6 +69,8 @@ def report_of(
         slots = slot_records(calibration, statistics.plan, statistics.qparams)
     slots = _with_errors(slots, layers)
     scheme = scheme_in_words(calibration.recipe.config)
+    if calibration.recipe.gptq is not None:
+        scheme += ", GPTQ"
     record = record or Record(model=model_name(model), data="")
     before, after = sizes or _estimated_sizes(model, statistics)
     return ReportData(
@@ -103,6 +106,9 @@ def report_of(
         unequalized=tuple(
             UnequalizedValue(module=module, reason=reason)
             for module, reason in calibration.equalization.refused.items()
+        ),
+        compensated=tuple(
+            compensated_weights(calibration.compensations, statistics.plan.modules_of(model))
         ),
         experts=tuple(expert_layers(statistics, layers)),
     )

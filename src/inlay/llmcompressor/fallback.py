@@ -5,17 +5,20 @@ from collections.abc import Iterator
 
 from compressed_tensors.quantization import QuantizationArgs
 from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.observers import Observer as PeerObserver
 from llmcompressor.observers.imatrix import IMatrixMSEObserver
 from torch import nn
 
 from inlay.errors import ConfigurationError
+from inlay.llmcompressor.gptq import problem_with_gptq
 from inlay.llmcompressor.observers import InlayObserver, counterpart
 from inlay.llmcompressor.tracing import is_in_place
 
 __all__ = ["problem_with", "problem_with_model"]
 
+_KNOWN = (QuantizationModifier, GPTQModifier)
 # What a modifier does with data is in these; one that overrides them does something else.
 _LIFECYCLE = (
     "on_event",
@@ -29,15 +32,17 @@ _LIFECYCLE = (
 
 def problem_with(modifier: Modifier) -> str | None:
     """Why a modifier needs more than the statistics that Inlay gathers; None if it does not."""
-    if not isinstance(modifier, QuantizationModifier):
+    base = next((cls for cls in _KNOWN if isinstance(modifier, cls)), None)
+    if base is None:
         return "it needs more of the data than statistics"
     overridden = [
-        name
-        for name in _LIFECYCLE
-        if getattr(type(modifier), name) is not getattr(QuantizationModifier, name)
+        name for name in _LIFECYCLE if getattr(type(modifier), name) is not getattr(base, name)
     ]
     if overridden:
-        return f"it does more than QuantizationModifier in {', '.join(overridden)}"
+        return f"it does more than {base.__name__} in {', '.join(overridden)}"
+    problem = problem_with_gptq(modifier) if isinstance(modifier, GPTQModifier) else None
+    if problem is not None:
+        return problem
     problems = (_problem_with_observer(base_name, args) for base_name, args in _parts(modifier))
     return next((problem for problem in problems if problem is not None), None)
 
@@ -49,7 +54,7 @@ def problem_with_model(model: nn.Module) -> str | None:
     return "weights of the model are offloaded, and only weights that stay in place are traced"
 
 
-def _parts(modifier: QuantizationModifier) -> Iterator[tuple[str, QuantizationArgs]]:
+def _parts(modifier: QuantizationModifier | GPTQModifier) -> Iterator[tuple[str, QuantizationArgs]]:
     config = modifier.resolved_config
     for scheme in config.config_groups.values():
         yield "weight", scheme.weights

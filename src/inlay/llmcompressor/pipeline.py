@@ -10,6 +10,7 @@ from compressed_tensors.offload import get_execution_device
 from compressed_tensors.utils import match_named_modules, patch_attr
 from llmcompressor.core import LifecycleCallbacks, active_session
 from llmcompressor.modifiers import Modifier
+from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.pipelines import CalibrationPipeline
 from llmcompressor.pytorch.utils.helpers import tensors_to_device
 from llmcompressor.utils.helpers import DisableQuantization, calibration_forward_context
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from inlay.calibration import Calibration
 from inlay.errors import ConfigurationError
 from inlay.llmcompressor.fallback import problem_with, problem_with_model
+from inlay.llmcompressor.gptq import compensate_by, settings_of
 from inlay.llmcompressor.observers import (
     hand_over,
     input_hook_of,
@@ -27,7 +29,7 @@ from inlay.llmcompressor.observers import (
 )
 from inlay.llmcompressor.recipe import Attached, attached_observers, recipe_of
 from inlay.llmcompressor.tracing import traceable
-from inlay.recipe import Plan, Slot
+from inlay.recipe import Plan, Recipe, Slot
 
 __all__ = ["InlayPipeline", "register_pipeline"]
 
@@ -65,32 +67,37 @@ class InlayPipeline(CalibrationPipeline):
         self, model: nn.Module, modifiers: list[Modifier], batches: Batches | None
     ) -> None:
         LifecycleCallbacks.calibration_start()
-        attached = attached_observers(model)
+        attached, gptq = attached_observers(model), settings_of(modifiers)
         gathering = [one for one in attached if one.gathers_from is not None]
-        if gathering:
-            self._gather(model, modifiers, gathering, _required(batches))
+        calibration = None
+        if gathering or gptq is not None:
+            recipe = recipe_of(model, attached, gptq)
+            calibration = self._gather(model, modifiers, recipe, gathering, _required(batches))
         weights = [one.observer for one in attached if one.base_name == "weight"]
-        recipe = active_session().lifecycle.recipe
+        session = active_session().lifecycle.recipe
         with searched_by_inlay(weights):
             for modifier in modifiers:
                 # Each gets its own modules: given all, it would observe those of the others anew.
-                with patch_attr(recipe, "modifiers", [modifier]):
+                with patch_attr(session, "modifiers", [modifier]):
                     LifecycleCallbacks.sequential_epoch_end(_targeted(model, modifier))
+                if calibration is not None and isinstance(modifier, GPTQModifier):
+                    compensate_by(calibration, modifier, model)
         LifecycleCallbacks.calibration_end()
 
     def _gather(
         self,
         model: nn.Module,
         modifiers: Sequence[Modifier],
+        recipe: Recipe,
         gathering: Sequence[Attached],
         batches: Batches,
-    ) -> None:
+    ) -> Calibration:
         """Run the batches, and give observers of llm-compressor the statistics."""
-        hooks = {hook for modifier in modifiers for hook in modifier._calibration_hooks}
+        hooks = {hook for modifier in modifiers for hook in modifier._hooks}
         hooks |= {hook for one in gathering if (hook := input_hook_of(one.observer)) is not None}
         states = any(one.base_name in ("q", "k", "v") for one in gathering)
         with traceable(model, hooks, states=states):
-            calibration = Calibration(model, recipe_of(model, gathering), **self.options)
+            calibration = Calibration(model, recipe, **self.options)
             if isinstance(batches, Sized):
                 calibration.expect(len(batches))
             for batch in _watched(model, batches):
@@ -106,6 +113,7 @@ class InlayPipeline(CalibrationPipeline):
         for one in gathering:
             if one.gathers_from in seen:
                 hand_over(statistics, slots[one.gathers_from], one.observer)
+        return calibration
 
 
 def register_pipeline(name: str, *, count_padding: bool = True, **options: Any) -> None:
@@ -133,7 +141,8 @@ def _epochs(
     epochs: list[list[Modifier]] = []
     modules: set[nn.Module] | None = None  # of the last epoch, if others may join it
     for modifier in modifiers:
-        own = None if problems[id(modifier)] else set(_targeted(model, modifier))
+        is_alone = problems[id(modifier)] or isinstance(modifier, GPTQModifier)
+        own = None if is_alone else set(_targeted(model, modifier))
         if own is None or modules is None or not own.isdisjoint(modules):
             epochs.append([modifier])
             modules = own
@@ -192,7 +201,7 @@ def _has_padding(batch: Mapping[str, Any]) -> bool:
 
 def _gathering_slots(plan: Plan) -> Iterator[Slot]:
     yield from plan.activation_slots()
-    yield from plan.importance_slots()
+    yield from plan.watching_slots()
 
 
 def _observe_by_hooks(model: nn.Module, batches: Batches, slots: Sequence[str]) -> None:

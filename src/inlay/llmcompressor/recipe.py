@@ -12,9 +12,10 @@ from compressed_tensors.quantization import (
 from llmcompressor.observers import Observer as PeerObserver
 from torch import nn
 
+from inlay.compensation.settings import GPTQ
 from inlay.llmcompressor.observers import counterpart, input_hook_of
 from inlay.ranges.args import key_of
-from inlay.recipe import BASE_NAMES, IMPORTANCE, Recipe
+from inlay.recipe import BASE_NAMES, Gathers, Recipe
 
 __all__ = ["Attached", "attached_observers", "recipe_of", "targets_of"]
 
@@ -34,7 +35,9 @@ class Attached:
         """The slot whose data it needs; None for a weight that is quantized without any."""
         if self.base_name != "weight":
             return f"{self.module}.{self.base_name}"
-        return None if input_hook_of(self.observer) is None else f"{self.module}.{IMPORTANCE}"
+        if input_hook_of(self.observer) is None:
+            return None
+        return f"{self.module}.input:{Gathers.IMPORTANCE.value}"
 
 
 def attached_observers(model: nn.Module) -> list[Attached]:
@@ -47,14 +50,16 @@ def attached_observers(model: nn.Module) -> list[Attached]:
     ]
 
 
-def recipe_of(model: nn.Module, attached: Iterable[Attached]) -> Recipe:
-    """The recipe by which Inlay gathers what these observers of the model would.
+def recipe_of(model: nn.Module, attached: Iterable[Attached], gptq: GPTQ | None = None) -> Recipe:
+    """Return the recipe by which Inlay gathers what these observers of the model would.
 
     Weights are left out where they need no data: llm-compressor observes them at the end.
+
+    :param gptq: how weights are compensated, which needs data for all of them
     """
     parts: dict[str, dict[str, QuantizationArgs]] = {}
     for one in attached:
-        if one.gathers_from is not None:
+        if one.gathers_from is not None or gptq is not None:
             parts.setdefault(one.module, {})[one.base_name] = counterpart(one.observer)
     alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, args in parts.items():
@@ -70,7 +75,8 @@ def recipe_of(model: nn.Module, attached: Iterable[Attached]) -> Recipe:
             },
             # It holds for all attention modules, so there is only one.
             kv_cache_scheme=cache[0] if cache else None,
-        )
+        ),
+        gptq=gptq,
     )
 
 

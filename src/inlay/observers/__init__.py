@@ -16,6 +16,7 @@ from inlay.observers.helpers import (
     has_global_scale,
     lerp,
 )
+from inlay.observers.hessian import HessianObserver
 from inlay.observers.histogram import HistogramObserver
 from inlay.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from inlay.observers.measuring import MeasuringObserver
@@ -36,6 +37,7 @@ __all__ = [
     "FUSED_LAYER_NAMES",
     "ChannelRangeObserver",
     "FourOverSixObserver",
+    "HessianObserver",
     "HistogramObserver",
     "IMatrixMSEObserver",
     "MeasuringObserver",

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -200,6 +200,16 @@ class Observer(InternalModule, RegistryMixin):
     def observe_valid_input(self, x: torch.Tensor, valid: torch.Tensor) -> None:
         """Observe only the valid rows of an input; see `update_statistics_from_valid`."""
         self.observe_input(x[valid])
+
+    @classmethod
+    def divide_input(
+        cls, statistics: Mapping[str, torch.Tensor], scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return statistics of inputs as if their channels had been divided by scales."""
+        raise NotImplementedError(
+            f"{cls.__name__} cannot weigh the channels of an equalized input; override its method "
+            "divide_input, or leave equalize out"
+        )
 
     def sync_activation_stats(self) -> list[dist.Work]:
         """Start merging the statistics over all ranks, by the operations of `_act_sync_dict`.

@@ -147,6 +147,11 @@ class IMatrixMSEObserver(MeasuringObserver):
         moved = {name: before[name].to(value.device) for name, value in measured.items()}
         return super().follow(moved, measured)
 
+    @classmethod
+    def divide_input(cls, statistics: Mapping[str, torch.Tensor], scales: torch.Tensor) -> Tensors:
+        sums = statistics["_imatrix_sum"]
+        return {**statistics, "_imatrix_sum": sums / scales.to(sums) ** 2}
+
     @torch.no_grad()
     def _accumulate(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

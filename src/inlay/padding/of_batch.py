@@ -145,5 +145,5 @@ class Padding:
 
     def _observed(self) -> Iterator[Slot]:
         yield from self._plan.activation_slots()
-        yield from self._plan.importance_slots()
+        yield from self._plan.watching_slots()
         yield from self._plan.channel_slots()

@@ -12,8 +12,7 @@ from inlay.recipe.presets import preset_names
 from inlay.recipe.recipe import AUTO_STRENGTH, EXPERTS, Experts, Recipe, Strength
 from inlay.recipe.slot import (
     BASE_NAMES,
-    CHANNELS,
-    IMPORTANCE,
+    Gathers,
     Slot,
     channels_of,
     make_observer,
@@ -22,10 +21,9 @@ from inlay.recipe.slot import (
 __all__ = [
     "AUTO_STRENGTH",
     "BASE_NAMES",
-    "CHANNELS",
     "EXPERTS",
-    "IMPORTANCE",
     "Experts",
+    "Gathers",
     "Locate",
     "Plan",
     "Recipe",

@@ -13,9 +13,16 @@ from compressed_tensors.quantization import (
 )
 
 from inlay.formats.numbers import name_of
+from inlay.observers import default_observer
 from inlay.recipe.recipe import Recipe
 
-__all__ = ["format_in_words", "left_in_words", "recipe_text", "scheme_in_words"]
+__all__ = [
+    "format_in_words",
+    "left_in_words",
+    "method_in_words",
+    "recipe_text",
+    "scheme_in_words",
+]
 
 # Fields that do not say how to quantize, or are derived from the others.
 _STATE_OF_CONFIG = {"format", "global_compression_ratio", "quant_method", "quantization_status"}
@@ -52,6 +59,16 @@ def scheme_in_words(config: QuantizationConfig) -> str:
     if config.kv_cache_scheme is not None:
         words += f", {name_of(config.kv_cache_scheme)} kv cache"
     return words
+
+
+def method_in_words(recipe: Recipe) -> str:
+    """Say how weights are rounded, such as "GPTQ (damping 0.01), ranges by imatrix_mse"."""
+    weights = [scheme.weights for scheme in recipe.config.config_groups.values()]
+    named = [str(args.observer or default_observer("weight")) for args in weights if args]
+    observers = ", ".join(dict.fromkeys(named)) or "none are quantized"
+    if recipe.gptq is None:
+        return f"rounded to nearest, ranges by {observers}"
+    return f"GPTQ (damping {recipe.gptq.damping:g}), ranges by {observers}"
 
 
 def recipe_text(recipe: Recipe) -> str:

@@ -22,6 +22,8 @@ _MODIFIER_FIELDS = (
     "targets",
     "weight_observer",
 )
+_GPTQ_FIELDS = ("actorder", "batched_quantization", "block_size", "dampening_frac")
+_STATIC = (None, "static", "weight")  # the order of columns that Inlay takes
 _SMOOTHING_FIELDS = (
     "calibration_function",
     "mappings",
@@ -46,15 +48,17 @@ def find_modifiers(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def config_of_modifiers(modifiers: dict[str, dict[str, Any]], place: str) -> dict[str, Any]:
-    """Translate modifiers to the fields of a `QuantizationConfig`, and `equalize`."""
-    others = sorted(set(modifiers) - {"QuantizationModifier", "SmoothQuantModifier"})
-    if others or "QuantizationModifier" not in modifiers:
+    """Translate modifiers to the fields of a `QuantizationConfig`, `equalize` and `gptq`."""
+    quantizing = sorted(set(modifiers) - {"SmoothQuantModifier"})
+    if quantizing not in (["GPTQModifier"], ["QuantizationModifier"]):
         raise ConfigurationError(
-            f"{place} has {', '.join(others or sorted(modifiers))}; only QuantizationModifier is "
-            "supported, with or without SmoothQuantModifier"
+            f"{place} has {', '.join(sorted(modifiers))}; Inlay reads one QuantizationModifier or "
+            "one GPTQModifier, with or without SmoothQuantModifier"
         )
-    fields = modifiers["QuantizationModifier"]
-    require_known(fields, _MODIFIER_FIELDS, f"QuantizationModifier in {place}")
+    (name,) = quantizing
+    fields = dict(modifiers[name])
+    gptq = _gptq(fields, place) if name == "GPTQModifier" else None
+    require_known(fields, _MODIFIER_FIELDS, f"{name} in {place}")
     groups = fields.get("config_groups")
     targets = names_of(fields.get("targets", ["Linear"]), "targets")
     if groups is None:
@@ -74,7 +78,23 @@ def config_of_modifiers(modifiers: dict[str, dict[str, Any]], place: str) -> dic
         "ignore": names_of(fields.get("ignore", []), "ignore"),
         "kv_cache_scheme": fields.get("kv_cache_scheme"),
         "equalize": _strength(modifiers.get("SmoothQuantModifier"), place),
+        "gptq": gptq,
     }
+
+
+def _gptq(fields: dict[str, Any], place: str) -> dict[str, Any]:
+    """Take the settings of GPTQ out of a GPTQModifier's fields.
+
+    How many columns or layers are solved at a time only decides how long solving takes.
+    """
+    own = {name: fields.pop(name) for name in _GPTQ_FIELDS if name in fields}
+    if own.get("actorder") not in _STATIC:
+        raise ConfigurationError(
+            f"GPTQModifier in {place} asks for actorder {own['actorder']!r}; Inlay orders columns "
+            "statically. Remove the line, or set it to static"
+        )
+    damping = own.get("dampening_frac")
+    return {} if damping is None else {"damping": damping}
 
 
 def _strength(fields: Mapping[str, Any] | None, place: str) -> Any:

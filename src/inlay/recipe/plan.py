@@ -226,7 +226,7 @@ class Plan:
         """Tell whether data is observed in any of these modules, or in one around it."""
         slots = [slot for module in modules for slot in self.slots_at(module)]
         return any(
-            slot.importance is not None or self.can_watch_channels(slot.module)
+            bool(self.watches(slot.module)) or self.can_watch_channels(slot.module)
             if slot.is_weight
             else self._is_observed(slot)
             for slot in slots
@@ -254,10 +254,27 @@ class Plan:
     def weight_slots(self) -> Iterable[Slot]:
         return (slot for slot in self.slots.values() if slot.is_weight)
 
-    def importance_slots(self) -> Iterable[Slot]:
-        """Return the slots that watch inputs for weight observers that weigh input channels."""
-        found = (slot.importance for slot in self.weight_slots())
-        return (slot for slot in found if slot is not None)
+    def watches(self, module: str) -> dict[str, Slot]:
+        """Return what is gathered at the input of a module for its weight, by key.
+
+        That is the importance of its channels, if the weight's observer asks for it, and the
+        Hessian, if rounding errors are compensated. Channels depend on the graph: those that it
+        lets equalize are found there.
+        """
+        weight = self.of_module(module).get("weight")
+        if weight is None:
+            return {}
+        found = [weight.importance, weight.hessian if self.compensates(module) else None]
+        return {slot.key: slot for slot in found if slot is not None}
+
+    def compensates(self, module: str) -> bool:
+        """Whether the rounding errors of a module's weight are compensated."""
+        return self.recipe.gptq is not None and self.kinds.get(module) in ("linear", "experts")
+
+    def watching_slots(self) -> Iterable[Slot]:
+        """Return what is gathered at inputs for weights."""
+        for slot in self.weight_slots():
+            yield from self.watches(slot.module).values()
 
     def channel_slots(self) -> Iterable[Slot]:
         """Return the slots that watch the channels of inputs, if the recipe equalizes them."""
@@ -289,7 +306,7 @@ class Plan:
         """Whether any slot must see data: activations, or inputs that are watched."""
         return any(
             True
-            for slots in (self.activation_slots(), self.importance_slots(), self.channel_slots())
+            for slots in (self.activation_slots(), self.watching_slots(), self.channel_slots())
             for _ in slots
         )
 

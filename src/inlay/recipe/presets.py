@@ -1,20 +1,34 @@
-"""Look up presets, which are schemes by name, and apply the changes of a recipe."""
+"""Look up presets, which are schemes by name, apply changes to them, and choose their method."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 from compressed_tensors.quantization import (
     QuantizationArgs,
+    QuantizationConfig,
     QuantizationScheme,
+    QuantizationStrategy,
     is_preset_scheme,
     preset_name_to_scheme,
 )
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
+from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError
 
-__all__ = ["Overrides", "change", "checked", "names_of", "preset", "preset_names", "require_known"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "Overrides",
+    "change",
+    "checked",
+    "names_of",
+    "preset",
+    "preset_names",
+    "require_known",
+    "with_best_method",
+]
 
 # compressed-tensors has no preset for static int8 activations.
 _OWN_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -23,6 +37,19 @@ _OWN_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "input_activations": {"num_bits": 8, "strategy": "tensor", "symmetric": False},
     },
 }
+
+Method = Literal["best", "plain"]
+METHODS: dict[Method, str] = {
+    "best": "the one with the smallest loss in `make bench`, part four_bits",
+    "plain": "llm-compressor's default: round to nearest within the range of each scale",
+}
+# Weights of more bits lose next to nothing when they are rounded to nearest.
+_FEW_BITS = 4
+_WEIGHED = (
+    QuantizationStrategy.CHANNEL,
+    QuantizationStrategy.GROUP,
+    QuantizationStrategy.TENSOR_GROUP,
+)
 
 Overrides = Any  # QuantizationArgs, or a mapping of their fields
 
@@ -40,6 +67,31 @@ def preset(name: str, targets: list[str]) -> QuantizationScheme:
             f"there is no preset {name!r}; use one of {', '.join(preset_names())}"
         )
     return preset_name_to_scheme(name, targets)
+
+
+def with_best_method(
+    config: QuantizationConfig, gptq: GPTQ | None, *, has_data: bool
+) -> tuple[QuantizationConfig, GPTQ | None]:
+    """Choose the best method for weights of few bits whose observer nobody named.
+
+    With data that is GPTQ, with ranges weighted by the importance of input channels. Without data
+    it is the range with the smallest error.
+
+    :return: the config and the settings of GPTQ, as they were if there are no such weights
+    """
+    changed: QuantizationConfig = config.model_copy(deep=True)
+    found = False
+    for scheme in changed.config_groups.values():
+        args: QuantizationArgs | None = scheme.weights
+        if args is None or args.observer is not None or args.num_bits > _FEW_BITS:
+            continue
+        weighs = has_data and args.strategy in _WEIGHED
+        observer = "imatrix_mse" if weighs else "memoryless_mse"
+        scheme.weights = args.model_copy(update={"observer": observer})
+        found = True
+    if not found:
+        return config, gptq
+    return changed, gptq or (GPTQ() if has_data else None)
 
 
 def change(

@@ -12,6 +12,7 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
 )
 
+from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError
 from inlay.formats.numbers import format_of
 from inlay.formats.storage import require_storable
@@ -44,6 +45,7 @@ EXPERTS: dict[Experts, str] = {
 _OWN_FIELDS = (
     "equalize",
     "experts",
+    "gptq",
     "ignore",
     "inputs",
     "kv_cache",
@@ -52,6 +54,7 @@ _OWN_FIELDS = (
     "targets",
     "weights",
 )
+_OPTIONS = ("equalize", "experts", "gptq")  # fields that a QuantizationConfig does not have
 _EXACT = "static_minmax"  # the observer of inputs that are equalized, if none is named
 _PARTS = {"weights": "weights", "inputs": "input_activations", "outputs": "output_activations"}
 
@@ -65,12 +68,14 @@ class Recipe:
     :param experts: which tokens the scales of an expert's inputs rest on, of `EXPERTS`
     :param preset_observers: the parts of schemes whose observer a preset names and nobody else, so
         that statistics of another observer serve as well
+    :param gptq: how the rounding errors of weights are compensated; None to round to nearest
     """
 
     config: QuantizationConfig
     equalize: Strength | None = None
     experts: Experts = "routed"
     preset_observers: frozenset[str] = frozenset()
+    gptq: GPTQ | None = None
 
     def __post_init__(self) -> None:
         _require_strength(self.equalize)
@@ -97,6 +102,7 @@ class Recipe:
         kv_cache: Overrides | None = None,
         equalize: Strength | None = None,
         experts: Experts = "routed",
+        gptq: GPTQ | Mapping[str, Any] | bool | None = None,
     ) -> "Recipe":
         """Make a recipe from a preset of compressed-tensors, or `W8A8_STATIC`, with changes.
 
@@ -108,6 +114,7 @@ class Recipe:
         :param kv_cache: `QuantizationArgs` of keys and values
         :param equalize: see `Recipe`
         :param experts: see `Recipe`
+        :param gptq: see `Recipe`; true for the default settings, or a mapping of settings
         """
         scheme = preset(name, names_of(targets, "targets"))
         changes = {"weights": weights, "inputs": inputs, "outputs": outputs}
@@ -128,6 +135,7 @@ class Recipe:
             equalize,
             experts,
             frozenset(of_preset - named),
+            GPTQ.of(gptq),
         )
 
     @classmethod
@@ -137,6 +145,7 @@ class Recipe:
         *,
         equalize: Strength | None = None,
         experts: Experts | None = None,
+        gptq: GPTQ | Mapping[str, Any] | bool | None = None,
     ) -> "Recipe":
         """Make a recipe from a `QuantizationConfig`, which is copied, or from its fields.
 
@@ -144,16 +153,18 @@ class Recipe:
 
         :param equalize: see `Recipe`; fields may also have it
         :param experts: the same
+        :param gptq: the same
         """
+        own: dict[str, Any] = {}
         if isinstance(config, QuantizationConfig):
-            return cls(config.model_copy(deep=True), equalize, experts or "routed")
-        fields = _with_presets(config)
-        own, routed = fields.pop("equalize", None), fields.pop("experts", "routed")
-        return cls(
-            checked(QuantizationConfig, **fields),
-            own if equalize is None else equalize,
-            routed if experts is None else experts,
-        )
+            config = config.model_copy(deep=True)
+        else:
+            fields = _with_presets(config)
+            own = {name: fields.pop(name) for name in _OPTIONS if name in fields}
+            config = checked(QuantizationConfig, **fields)
+        given = {"equalize": equalize, "experts": experts, "gptq": gptq}
+        own.update({name: value for name, value in given.items() if value is not None})
+        return cls(config, **{**own, "gptq": GPTQ.of(own.get("gptq"))})
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -164,7 +175,11 @@ class Recipe:
     def own_fields(self) -> dict[str, Any]:
         """What is set of the fields that a config does not have."""
         own: dict[str, Any] = {} if self.equalize is None else {"equalize": self.equalize}
-        return own if self.experts == "routed" else {**own, "experts": self.experts}
+        if self.experts != "routed":
+            own["experts"] = self.experts
+        if self.gptq is not None:
+            own["gptq"] = self.gptq.fields
+        return own
 
     @classmethod
     def from_yaml(
@@ -173,6 +188,7 @@ class Recipe:
         *,
         equalize: Strength | None = None,
         experts: Experts | None = None,
+        gptq: GPTQ | Mapping[str, Any] | bool | None = None,
     ) -> "Recipe":
         """Read a recipe from a YAML file, or from the text of one.
 
@@ -181,6 +197,7 @@ class Recipe:
 
         :param equalize: see `Recipe`; it goes before what the YAML says
         :param experts: the same
+        :param gptq: the same
         """
         text, place = _read(source)
         try:
@@ -193,14 +210,14 @@ class Recipe:
         if modifiers:
             content = config_of_modifiers(modifiers, place)
         if "config_groups" in content:
-            return cls.from_config(content, equalize=equalize, experts=experts)
+            return cls.from_config(content, equalize=equalize, experts=experts, gptq=gptq)
         require_known(content, _OWN_FIELDS, place)
         if "preset" not in content:
             raise ConfigurationError(
                 f"{place} names no preset; add `preset:` with one of {', '.join(preset_names())}"
             )
         settings = dict(content)
-        given = {"equalize": equalize, "experts": experts}
+        given = {"equalize": equalize, "experts": experts, "gptq": gptq}
         settings.update({name: value for name, value in given.items() if value is not None})
         return cls.from_preset(settings.pop("preset"), **settings)
 

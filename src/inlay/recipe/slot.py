@@ -1,43 +1,69 @@
 """Slots: values of a model that are quantized, or watched so that others can be."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from compressed_tensors.quantization import DynamicType, QuantizationArgs, QuantizationStrategy
 
 from inlay.observers import (
     ChannelRangeObserver,
+    HessianObserver,
+    MeasuringObserver,
     Observer,
     StaticMinMaxObserver,
     default_observer,
 )
 
-__all__ = ["BASE_NAMES", "CHANNELS", "IMPORTANCE", "Slot", "channels_of", "make_observer"]
+__all__ = ["BASE_NAMES", "Gathers", "Slot", "channels_of", "make_observer"]
 
-# Parts of a module that can be quantized.
+# Ports of a module: the places where values pass that can be quantized.
 BASE_NAMES = ("weight", "input", "output", "q", "k", "v")
-# Inputs watched only to learn how much the input channels of a weight matter.
-IMPORTANCE = "importance"
-# Inputs watched only to learn how large their channels are.
-CHANNELS = "channels"
+
+
+class Gathers(str, Enum):
+    """What is gathered at a port.
+
+    A range quantizes the value that passes. Everything else is requested at an input by those who
+    need it to quantize something: an observer of weights, equalization, compensation.
+    """
+
+    RANGE = "range"
+    IMPORTANCE = "importance"  # how much each input channel of a weight matters, for its observer
+    CHANNELS = "channels"  # how large the channels are, for equalization
+    HESSIAN = "hessian"  # xᵀx, for the compensation of rounding errors
+
+
+# Those whose observer is always the same. That of the importance is the weight's own.
+_OBSERVERS: dict[Gathers, type[MeasuringObserver]] = {
+    Gathers.CHANNELS: ChannelRangeObserver,
+    Gathers.HESSIAN: HessianObserver,
+}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """An observed part of a module: one of `BASE_NAMES`, `IMPORTANCE` or `CHANNELS`.
+    """An observation: a port of a module, and what is gathered there.
 
-    :param args: how the value is quantized; for an importance slot, how the weight is, and
-        for a channels slot, how the input is
+    :param base_name: the port, of `BASE_NAMES`
+    :param args: how the value is quantized; of the weight, where its importance is gathered
     """
 
     module: str
     base_name: str
     args: QuantizationArgs = field(hash=False)
+    gathers: Gathers = Gathers.RANGE
 
     @property
     def name(self) -> str:
-        return f"{self.module}.{self.base_name}"
+        return f"{self.module}.{self.key}"
+
+    @property
+    def key(self) -> str:
+        """The name of the slot among those of its module."""
+        is_range = self.gathers is Gathers.RANGE
+        return self.base_name if is_range else f"{self.base_name}:{self.gathers.value}"
 
     @property
     def is_weight(self) -> bool:
@@ -49,21 +75,22 @@ class Slot:
 
     @property
     def is_importance(self) -> bool:
-        return self.base_name == IMPORTANCE
-
-    @property
-    def is_channels(self) -> bool:
-        return self.base_name == CHANNELS
+        return self.gathers is Gathers.IMPORTANCE
 
     @property
     def watches_input(self) -> bool:
-        """Whether the slot is about the input of its module without quantizing it."""
-        return self.is_importance or self.is_channels
+        """Whether something other than the range that quantizes an input is gathered there."""
+        return self.gathers is not Gathers.RANGE
+
+    @property
+    def has_own_observer(self) -> bool:
+        """Whether what is gathered does not depend on how anything is quantized."""
+        return self.gathers in _OBSERVERS
 
     @property
     def is_observed(self) -> bool:
         """Whether statistics are needed. Dynamic quantization needs none, except for `local`."""
-        return self.is_channels or self.args.dynamic is not True
+        return self.has_own_observer or self.args.dynamic is not True
 
     @property
     def is_static(self) -> bool:
@@ -100,23 +127,23 @@ class Slot:
     @property
     def observer(self) -> str:
         """The name of the observer: the recipe's, or the default for this base name."""
-        if self.is_channels:
-            return "channel ranges"
+        if self.has_own_observer:
+            return self.gathers.value
         return str(self.args.observer or default_observer(self._observed_as))
 
     @property
     def observer_class(self) -> type[Observer]:
-        if self.is_channels:
-            return ChannelRangeObserver
+        if self.has_own_observer:
+            return _OBSERVERS[self.gathers]
         cls: type[Observer] = Observer.get_value_from_registry(self.observer)
         return cls
 
     def make_observer(self) -> Observer:
         """Create an observer of this slot, which names the slot in errors."""
-        if self.is_channels:
-            # The settings in the arguments are those of the observer that quantizes the input.
+        if self.has_own_observer:
+            # The settings in the arguments are those of the observer that quantizes the value.
             plain = self.args.model_copy(update={"observer": None, "observer_kwargs": {}})
-            observer: Observer = ChannelRangeObserver(base_name="input", args=plain)
+            observer: Observer = _OBSERVERS[self.gathers](base_name="input", args=plain)
         else:
             observer = make_observer(self._observed_as, self.args)
         observer.slot = self.name
@@ -131,12 +158,17 @@ class Slot:
         """The slot that watches the module's input for this weight, if its observer needs it."""
         if not self.is_weight or not self.observer_class.observes_input:
             return None
-        return Slot(self.module, IMPORTANCE, self.args)
+        return Slot(self.module, "input", self.args, Gathers.IMPORTANCE)
 
     @property
     def channels(self) -> "Slot":
         """The slot that watches the channels of this input, or of the input of this weight."""
-        return Slot(self.module, CHANNELS, self.args)
+        return Slot(self.module, "input", self.args, Gathers.CHANNELS)
+
+    @property
+    def hessian(self) -> "Slot":
+        """The slot that gathers the Hessian of this weight from its input."""
+        return Slot(self.module, "input", self.args, Gathers.HESSIAN)
 
     @property
     def sees_scaled(self) -> bool:
@@ -144,12 +176,12 @@ class Slot:
 
         The range of `static_minmax` follows from the ranges of channels; others have to see it.
         """
-        is_input = self.base_name == "input" and self.is_observed
+        is_input = self.base_name == "input" and not self.watches_input and self.is_observed
         return is_input and self.observer_class is not StaticMinMaxObserver
 
     def moved_to(self, module: str) -> "Slot":
         """Return the same slot of another module."""
-        return Slot(module, self.base_name, self.args)
+        return replace(self, module=module)
 
 
 def channels_of(slots: Mapping[str, Slot]) -> Slot:

@@ -9,6 +9,7 @@ from inlay.report.plain import from_plain, to_plain
 
 __all__ = [
     "Change",
+    "CompensatedWeight",
     "Distribution",
     "EqualizedValue",
     "ExpertLayer",
@@ -136,6 +137,25 @@ class UnequalizedValue:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompensatedWeight:
+    """A weight whose rounding errors GPTQ compensated.
+
+    Ratios are of the layer's output on the calibration data to the error of its weight alone.
+
+    :param before_db: the ratio with the weight rounded to nearest, in decibels
+    :param after_db: the ratio with the weight compensated
+    :param damping: the damping that its Hessian needed
+    :param failed: whether the Hessian could not be factorized, so the weight is rounded to nearest
+    """
+
+    module: str
+    before_db: float
+    after_db: float
+    damping: float
+    failed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertLayer:
     """What is known of each expert of a layer.
 
@@ -179,6 +199,7 @@ class ReportData:
     :param slots: slots in the order of depth
     :param equalized: values that were equalized, if the recipe asks for that
     :param unequalized: inputs that could not be
+    :param compensated: weights that were rounded by GPTQ, if the recipe asks for that
     :param peak_memory: bytes of memory that no file backs, at their peak, if that was measured
     :param tokens_per_second: tokens over the time of the run without comparing, if it was streamed
     :param experts: layers whose experts were observed or compared, in the order of depth
@@ -205,6 +226,7 @@ class ReportData:
     findings: tuple[Finding, ...] = ()
     equalized: tuple[EqualizedValue, ...] = ()
     unequalized: tuple[UnequalizedValue, ...] = ()
+    compensated: tuple[CompensatedWeight, ...] = ()
     peak_memory: int | None = None
     tokens_per_second: float | None = None
     experts: tuple[ExpertLayer, ...] = ()

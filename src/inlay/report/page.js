@@ -166,16 +166,39 @@ function unequalizedItems(values) {
   );
 }
 
-function fillEqualized({ equalized, unequalized }) {
-  byId("equalized-section").hidden = !equalized.length && !unequalized.length;
-  const byRatio = (a, b) => numeric(b.before) - numeric(a.before);
-  const items = [...equalized].sort(byRatio).map(equalizedItem);
+function compensatedItem({ module, before_db, after_db, damping, failed }) {
+  const [was, is] = [before_db, after_db].map((ratio) => Number(numeric(ratio)).toFixed(1));
+  const how = failed
+    ? "rounded to nearest: its Hessian could not be factorized"
+    : `damping ${formatNumber(numeric(damping))}`;
+  return element("li", "", [
+    element("div", "what", [element("p", "", module), element("p", "", how)]),
+    element("p", "figure", `${was} \u2192 ${is}`),
+  ]);
+}
+
+function fillCompensated({ compensated }) {
+  byId("compensated-section").hidden = !compensated.length;
+  const byResult = (a, b) => numeric(a.after_db) - numeric(b.after_db);
+  byId("compensated").replaceChildren(
+    ...changesList([...compensated].sort(byResult).map(compensatedItem)),
+  );
+}
+
+function changesList(items) {
   const parts = [element("ul", "changes", items.slice(0, FINDINGS))];
   const rest = items.slice(FINDINGS);
   if (rest.length) {
     const summary = element("summary", "", `${formatCount(rest.length)} more`);
     parts.push(element("details", "", [summary, element("ul", "changes", rest)]));
   }
+  return parts;
+}
+
+function fillEqualized({ equalized, unequalized }) {
+  byId("equalized-section").hidden = !equalized.length && !unequalized.length;
+  const byRatio = (a, b) => numeric(b.before) - numeric(a.before);
+  const parts = changesList([...equalized].sort(byRatio).map(equalizedItem));
   if (unequalized.length) {
     const count = formatCount(unequalized.length);
     const summary = element("summary", "", `${count} inputs could not be equalized`);
@@ -540,6 +563,7 @@ function main() {
   fillFindings(report.findings);
   fillChanges(report.changes);
   fillEqualized(report);
+  fillCompensated(report);
   fillStages(report.stages, [...report.tracing, ...report.tiers]);
   fillOrigin(report);
   const kinds = kindsOf([...report.layers, ...report.slots].map(({ module }) => module));

@@ -12,6 +12,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 from string import Template
 
 from inlay.files import write_atomically
@@ -99,6 +100,8 @@ def _summary(data: ReportData) -> str:
         facts["Throughput"] = f"{count(round(data.tokens_per_second))} tokens per second"
     if data.equalized or data.unequalized:
         facts["Equalized"] = _equalized_line(data)
+    if data.compensated:
+        facts["Compensated"] = _compensated_line(data)
     terms = "".join(f"<dt>{name}</dt><dd>{_escaped(text)}</dd>" for name, text in facts.items())
     return "\n".join(
         [
@@ -133,6 +136,13 @@ def _equalized_line(data: ReportData) -> str:
         )
     left = f"; {count(len(data.unequalized))} inputs could not be" if data.unequalized else ""
     return line + left
+
+
+def _compensated_line(data: ReportData) -> str:
+    gain = median(each.after_db - each.before_db for each in data.compensated)
+    failed = sum(each.failed for each in data.compensated)
+    line = f"{count(len(data.compensated))} weights by GPTQ; the median gained {gain:.1f} dB"
+    return line + (f"; {count(failed)} could not be and are rounded to nearest" if failed else "")
 
 
 def _finding_line(finding: Finding) -> str:

@@ -190,6 +190,21 @@ class StatisticsBySlot:
         self._of_all_ranks = None
         self.rescaled, self.replaced = {}, {}
 
+    def drop(self, slots: Iterable[Slot]) -> None:
+        """Drop what slots have seen, to free its memory. Graphs that are bound to it keep it."""
+        names = {slot.name for slot in slots}
+        for known in (self._own, self._sharing, self._stored, self.rescaled, self.replaced):
+            for name in names & known.keys():
+                del known[name]
+        if self._of_all_ranks is not None:
+            for name in names & self._of_all_ranks.keys():
+                del self._of_all_ranks[name]
+        self._of_experts = {
+            name: of_all
+            for name, of_all in self._of_experts.items()
+            if of_all.of_expert[0].slot.name not in names
+        }
+
     def forget_stored(self) -> None:
         """Forget the statistics of an earlier run."""
         self._stored = {}
@@ -245,7 +260,7 @@ class StatisticsBySlot:
     def _gathering(self, plan: Plan | None = None) -> Iterable[Slot]:
         plan = plan or self.plan
         yield from plan.activation_slots()
-        yield from plan.importance_slots()
+        yield from plan.watching_slots()
         yield from plan.channel_slots()
 
 

@@ -157,5 +157,5 @@ def _observed(plan: Plan) -> Iterator[Slot]:
     """Yield the slots of all experts in a parameter that have to see data, layer by layer."""
     for name in plan.stacks:
         slots = plan.of_module(name)
-        importance = slots["weight"].importance if "weight" in slots else None
-        yield from (s for s in (slots.get("input"), importance) if s is not None and s.is_observed)
+        found = (slots.get("input"), *plan.watches(name).values())
+        yield from (slot for slot in found if slot is not None and slot.is_observed)

@@ -22,7 +22,7 @@ from inlay.files import new_file, write_atomically
 from inlay.fingerprints import difference, fingerprints, weights_in
 from inlay.observers import Observer
 from inlay.ranges.args import key_of
-from inlay.recipe import Plan, Recipe, Slot, make_observer
+from inlay.recipe import Gathers, Plan, Recipe, Slot, make_observer
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.value import Statistics, merge
 
@@ -93,7 +93,8 @@ class StoredStatistics:
                 keys[key] = place
             described[name] = {
                 "module": known.slot.module if name == known.slot.name else name.rpartition(".")[0],
-                "base_name": name.rpartition(".")[2],
+                "base_name": name.rpartition(".")[2].partition(":")[0],
+                "gathers": known.slot.gathers.value,
                 "args": known.slot.args.model_dump(mode="json"),
                 "seen": int(known.seen),
                 "tokens": int(known.tokens),
@@ -133,7 +134,10 @@ class StoredStatistics:
         slots = {
             name: Statistics(
                 slot=Slot(
-                    slot["module"], slot["base_name"], QuantizationArgs.model_validate(slot["args"])
+                    slot["module"],
+                    slot["base_name"],
+                    QuantizationArgs.model_validate(slot["args"]),
+                    Gathers(slot["gathers"]),
                 ),
                 seen=torch.tensor(slot["seen"]),
                 tokens=torch.tensor(slot["tokens"]),

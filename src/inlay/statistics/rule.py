@@ -54,9 +54,8 @@ class Rule:
         self.name = slot.observer
         self.observer = slot.make_observer()
         kind = "attention" if slot.is_attention else slot.base_name.replace("output", "input")
-        # The ranges of channels do not depend on how the value is quantized.
-        form = "" if slot.is_channels else key_of(slot.args)
-        self.key = (type(self.observer), kind, form)
+        form = "" if slot.has_own_observer else key_of(slot.args)
+        self.key = (type(self.observer), kind, slot.gathers, form)
         self.measures = _measures(type(self.observer), of_input=slot.watches_input)
 
     def __eq__(self, other: object) -> bool:
@@ -227,6 +226,8 @@ class Rule:
     ) -> Tensors:
         """Compute the statistics after a value that is not the first."""
         if isinstance(self.observer, MeasuringObserver) and self.measures:
+            if self.slot.watches_input:
+                return self.observer.follow_input(before, value, valid)
             return self.observer.follow(before, self.measure(value, valid))
         return self._shadowed(before, value, valid)
 

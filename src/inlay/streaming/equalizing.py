@@ -23,7 +23,7 @@ class StreamedEqualization:
         self._scaled: dict[int, set[str]] = {}
         if run.recipe.equalize is None:
             return
-        run.equalization.hear_of_groups(run.module_weight)
+        run.equalization.hear_of_groups(run.weights.of_module)
         if run.plan.needs_second_run:
             collected = run.equalization.collected
             groups = {group.name: collected.parameters_of(group) for group in collected.groups}
@@ -42,7 +42,7 @@ class StreamedEqualization:
         run.statistics.merge_ranks(passed, last_batch=run.last_batch)
         absent = self._scaled.get(number, set()) - self._stored.loaded
         self._stored.load(absent, mapped=True)
-        run.equalization.choose(run.statistics, run.module_weight, self._runs_in(number))
+        run.equalization.choose(run.statistics, run.weights.of_module, self._runs_in(number))
         self._stored.release(absent - self._regions.needed_after(number))
         # Here and not when batches run, which keeps the room that wider copies take meanwhile.
         parameters = run.equalization.parameters
@@ -53,7 +53,7 @@ class StreamedEqualization:
         """Say what slots of a region would have seen of the values that are equalized."""
         equalization, statistics = self._run.equalization, self._run.statistics
         if not equalization.is_settled:
-            equalization.choose(statistics, self._run.module_weight, _readers_in(plan))
+            equalization.choose(statistics, self._run.weights.of_module, _readers_in(plan))
         equalization.apply(statistics, _readers_in(plan))
 
     def decided_in(self, number: int, plan: Plan) -> Callable[[Group], bool]:

@@ -34,7 +34,10 @@ _WRITTEN = (
     JOURNAL,
     ".journal.json.*.partial",
     "checkpoint/.*.partial",
-    *(f"regions/*/{name}" for name in ("qparams.safetensors", "statistics.*", "shown.json")),
+    *(
+        f"regions/*/{name}"
+        for name in ("qparams.safetensors", "weights.safetensors", "statistics.*", "shown.json")
+    ),
     "regions/*/.*.partial",
     *(f"{place}/{name}" for place in ("activations", "comparing/*") for name in _VALUES),
 )

@@ -29,7 +29,14 @@ from inlay.recipe import Plan
 from inlay.streaming.journal import Journal
 from inlay.streaming.regions import Regions
 
-__all__ = ["CheckpointParts", "PartialFile", "load_qparams", "save_qparams"]
+__all__ = [
+    "CheckpointParts",
+    "PartialFile",
+    "load_qparams",
+    "load_tensors",
+    "save_qparams",
+    "save_tensors",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +76,7 @@ class CheckpointParts:
         self._max_size, self._accept = size_in_bytes(max_shard_size), accept
         model, plan = calibration.model, calibration.plan
         layers = quantized_layers(model, plan, calibration.recipe)
-        self._contents = Contents.of(
-            model, layers, plan.stacks.values(), calibration.equalization.parameters
-        )
+        self._contents = Contents.of(model, layers, plan.stacks.values(), calibration.weights)
 
     def own_part(self, plan: Plan) -> Plan:
         """Return the part of a region's plan that this rank compresses and judges."""
@@ -179,6 +184,21 @@ class CheckpointParts:
         return total
 
 
+def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Keep tensors on disk."""
+    with new_file(file) as partial:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
+
+
+def load_tensors(file: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """Read tensors; on a CPU they stay in the file until they are used."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name).to(device) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(file, error) from error
+
+
 def save_qparams(qparams: Mapping[str, QParamsDict], file: Path) -> None:
     """Keep qparams on disk; those of all weights of a large model do not fit into memory."""
     tensors = {
@@ -200,11 +220,15 @@ def load_qparams(file: Path, device: torch.device) -> dict[str, QParamsDict]:
                 slot, _, key = name.rpartition("/")
                 found[slot][key] = opened.get_tensor(name).to(device)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file}, which an interrupted run had written, cannot be read: {error}; remove the "
-            "folder and start anew"
-        ) from error
+        raise _unreadable(file, error) from error
     return found
+
+
+def _unreadable(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{file}, which an interrupted run had written, cannot be read: {error}; remove the "
+        "folder and start anew"
+    )
 
 
 def _cut(tensors: Mapping[str, TensorKind], max_size: int) -> Iterator[dict[str, TensorKind]]:

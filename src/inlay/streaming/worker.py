@@ -23,14 +23,22 @@ from inlay.ranks.identity import is_first
 from inlay.recipe import Plan, recipe_text
 from inlay.report.data import LayerError, SlotRecord
 from inlay.report.plain import from_plain, to_plain
-from inlay.statistics.finalize import known_words, qparams_of
 from inlay.statistics.on_disk import FILE_NAME, FOLDER_NAME, StoredStatistics
 from inlay.statistics.value import Statistics
+from inlay.steps import run_steps
+from inlay.steps.accepting import known_words
+from inlay.steps.finalizing import Compensation
 from inlay.streaming.activations import Activations
 from inlay.streaming.comparison import StreamedComparison
 from inlay.streaming.equalizing import StreamedEqualization
 from inlay.streaming.journal import Journal, Written
-from inlay.streaming.parts import CheckpointParts, load_qparams, save_qparams
+from inlay.streaming.parts import (
+    CheckpointParts,
+    load_qparams,
+    load_tensors,
+    save_qparams,
+    save_tensors,
+)
 from inlay.streaming.passage import Passage
 from inlay.streaming.peak import MemoryWatch
 from inlay.streaming.regions import Regions, uses_of_all_ranks
@@ -39,7 +47,8 @@ from inlay.workflow.calibration_run import Run
 
 __all__ = ["Settings", "Worker"]
 
-_QPARAMS, _SHOWN = "qparams.safetensors", "shown.json"  # of a region
+# Of a region.
+_QPARAMS, _SHOWN, _WEIGHTS = "qparams.safetensors", "shown.json", "weights.safetensors"
 _READING, _SEARCHING, _WRITING = "reading weights", "searching ranges", "writing"
 _COMPARING = "comparing"
 
@@ -161,27 +170,30 @@ class Worker:
         plan = run.plan.part(self._regions.belongs_to(number))
         # What batches have freed is returned too: weights need it now.
         with run.stages(_SEARCHING), returning_freed_memory():
-            qparams = qparams_of(
-                run.statistics,
-                plan,
-                run.weight_of,
-                accept=self._settings.accept,
+            state = run.finalizing(
+                plan=plan,
+                accept=known_words(self._settings.accept),
+                equalize=lambda: self._equalization.apply(plan),
                 progress=False,
-                before=lambda: self._equalization.apply(plan),
-                last_batch=run.last_batch,
             )
+            done = run_steps(state)
+            qparams = done.qparams
+            run.compensations.update(done.compensations)
         statistics = {**run.statistics.snapshot(plan), **self._observed_outside(number)}
         # Kept, as weights are compressed and judged some rows at a time, each in the same steps.
         with run.stages(_WRITING), keeping_freed_memory():
             own = self._parts.own_part(plan)
             files = self._parts.write(number, plan, own, qparams)
             shown = self._show(own, qparams) if self._settings.report else None
+            compensated = run.weights.take_compensated()
             digests = {name: found for file in files for name, found in file.digests.items()}
             of_ranks = to_first_rank((digests, shown, activations.complete()))
             if not is_first():
                 return
             all_digests, all_shown, checks = zip(*of_ranks, strict=True)
             self._keep(number, plan, qparams, statistics, all_shown, journal)
+            if compensated and run.held_out:  # for the comparison, which runs the blocks again
+                save_tensors(compensated, journal.region_folder(number) / _WEIGHTS)
             written = self._parts.complete(files, _of_all(all_digests))
         journal.add(Written(region=region.name, files=written, values=_of_all(checks)))
         if region.stage is not None:
@@ -193,8 +205,9 @@ class Worker:
         refused = run.equalization.refused.items()
         return _Shown(
             slots=slot_records(run, own, qparams),
-            layers=weight_errors(own, qparams, run.weight_of),
+            layers=weight_errors(own, qparams, run.weights),
             unequalized={name: why for name, why in refused if own.of_module(name)},
+            compensations={n: c for n, c in run.compensations.items() if own.of_module(n)},
         )
 
     def _keep(
@@ -223,6 +236,7 @@ class Worker:
                 slots=tuple(slot for part in parts for slot in part.slots),
                 layers=tuple(layer for part in parts for layer in part.layers),
                 unequalized=_of_all(part.unequalized for part in parts),
+                compensations=_of_all(part.compensations for part in parts),
             )
             write_atomically(folder / _SHOWN, json.dumps(to_plain(of_all)))
 
@@ -257,7 +271,9 @@ class Worker:
                     if is_first() or self._regions.number_of(known.slot.module) < done
                 }
             )
-            self._run.equalization.take_up(stored, self._run.statistics, self._run.module_weight)
+            self._run.equalization.take_up(
+                stored, self._run.statistics, self._run.weights.of_module
+            )
             if self._settings.report:
                 refused = self._shown(journal, number).unequalized
                 self._run.equalization.collected.restore_refused(refused)
@@ -301,6 +317,9 @@ class Worker:
         qparams: dict[str, QParamsDict] = {}
         for number in numbers:
             qparams.update(load_qparams(journal.region_folder(number) / _QPARAMS, device))
+            weights = journal.region_folder(number) / _WEIGHTS
+            if weights.exists():
+                run.weights.compensated.update(load_tensors(weights, device))
         run.statistics.qparams, run.statistics.is_second_run = qparams, run.plan.needs_second_run
         run.statistics.accepted = frozenset(self._settings.accept)
         with run.stages(_WRITING):
@@ -334,6 +353,7 @@ class Worker:
             shown = self._shown(journal, number)
             slots += shown.slots
             layers += shown.layers
+            run.compensations.update(shown.compensations)
         places = {name: place for place, name in enumerate(run.plan.modules_of(run.model))}
         slots.sort(key=lambda slot: places[slot.module])
         layers.sort(key=lambda layer: places[layer.module])
@@ -367,6 +387,7 @@ class _Shown:
     slots: tuple[SlotRecord, ...]
     layers: tuple[LayerError, ...]
     unequalized: dict[str, str]
+    compensations: dict[str, Compensation]
 
 
 def _of_all(of_ranks: Iterable[Mapping[str, _T]]) -> dict[str, _T]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inlay.errors import ConfigurationError, ObservationError
 from inlay.nodes.observe import Observe
 from inlay.observers import Observer
-from inlay.recipe import Slot
+from inlay.recipe import Gathers, Slot
 from inlay.reductions import Reduction, reduction_of
 from inlay.statistics.functional import tensors_of
 from inlay.statistics.rule import Rule
@@ -30,7 +30,7 @@ _REFUSALS = (ConfigurationError, ObservationError)
 class ObserverCase:
     """How an observer is made, and what it observes.
 
-    :param base_name: as for `Slot`: also `importance`, where the values are inputs of the module
+    :param base_name: a port, or `importance`, where the values are inputs of the module
     :param values: batches, or weights, in this order
     :param also: what else was drawn for a law, by name: a mask, an order, a place to cut
     """
@@ -42,6 +42,8 @@ class ObserverCase:
 
     @property
     def slot(self) -> Slot:
+        if self.base_name == Gathers.IMPORTANCE.value:
+            return Slot("module", "input", self.args, Gathers.IMPORTANCE)
         return Slot("module", self.base_name, self.args)
 
     def observer(self, values: Sequence[torch.Tensor] = ()) -> Observer:

@@ -22,9 +22,10 @@ from inlay.ranks.together import look_around, together
 from inlay.recipe import Recipe
 from inlay.run_record import Stages, model_name
 from inlay.statistics.data_seen import DataSeen
-from inlay.statistics.finalize import known_words
 from inlay.statistics.on_disk import StoredStatistics
+from inlay.steps.accepting import known_words
 from inlay.workflow.calibration_run import Run
+from inlay.workflow.hessian_room import require_room_for_hessians
 from inlay.workflow.keeping import Keeper
 from inlay.workflow.trace_check import check_trace
 
@@ -98,6 +99,7 @@ def calibrate(
         count_padding=count_padding,
         progress=progress,
     )
+    require_room_for_hessians(run.plan, run.weights)
     if run.plan.needs_data:
         known_words(accept)  # before hours of observing
         shortest = _observe_all(run, batches, keeper, count_padding)

@@ -63,7 +63,7 @@ def save(
             recipe,
             calibration.qparams,
             accept=accept,
-            equalized=calibration.equalization.parameters,
+            weights=calibration.weights,
         )
         return Path(folder)
     with new_folder(folder, overwrite=overwrite) as partial:
@@ -77,7 +77,7 @@ def save(
                 tokenizer=tokenizer,
                 max_shard_size=max_shard_size,
                 accept=accept,
-                equalized=calibration.equalization.parameters,
+                weights=calibration.weights,
                 progress=calibration.show_progress,
             )
             stored = calibration.stored(model=record.model, data=record.data)

@@ -1,7 +1,7 @@
-"""Weights of a model as they are, and as the quantized model sees them."""
+"""Weights of a model: plain, equalized, compensated, and folded."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ class Weights:
     Modules are referred to weakly: compiled code may outlive the model.
 
     :param equalized: the parameters that are scaled before they are quantized
+    :ivar compensated: weights that are on their grid already, by module
     """
 
     def __init__(self, model: nn.Module, plan: Plan, equalized: EqualizedParameters) -> None:
@@ -34,9 +35,26 @@ class Weights:
         self._plan = plan
         self.equalized = equalized
         self._folded: dict[str, torch.Tensor] = {}
+        self.compensated: MutableMapping[str, torch.Tensor] = {}
+
+    def current(self, slot: Slot) -> torch.Tensor:
+        """Return the weight of a slot as it is to be quantized: compensated, if it is."""
+        compensated = self.compensated.get(slot.module)
+        return self.plain(slot) if compensated is None else compensated
+
+    def take_compensated(self) -> dict[str, torch.Tensor]:
+        """Hand over the compensated weights, and keep them no longer."""
+        taken = dict(self.compensated)
+        self.compensated.clear()
+        return taken
+
+    def of_layer(self, module: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return what is written of a module with this weight, which may have no slot."""
+        compensated = self.compensated.get(module)
+        return self.equalized.of(weight) if compensated is None else compensated
 
     def plain(self, slot: Slot) -> torch.Tensor:
-        """The weight of a slot before it is quantized: as the model has it, or equalized."""
+        """Return the weight of a slot before any rounding: as the model has it, or equalized."""
         return self.equalized.of(self.of_module(slot.module))
 
     def of_module(self, name: str) -> torch.Tensor:
@@ -51,7 +69,7 @@ class Weights:
     def folded(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
         """The weight of a slot as the quantized model sees it, made when first asked for."""
         if slot.name not in self._folded:
-            self._folded[slot.name] = fold_weight(self.plain(slot), slot.args, qparams)
+            self._folded[slot.name] = fold_weight(self.current(slot), slot.args, qparams)
         return self._folded[slot.name]
 
     def folded_stack(self, stack: ExpertStack, qparams: Mapping[str, QParamsDict]) -> torch.Tensor:
@@ -60,14 +78,14 @@ class Weights:
             folded = torch.empty_like(stack.parameter, requires_grad=False)
             for name, part in stack.parts_of(folded).items():
                 slot = self._plan.slots[f"{name}.weight"]
-                part.copy_(fold_weight(self.plain(slot), slot.args, qparams[slot.name]))
+                part.copy_(fold_weight(self.current(slot), slot.args, qparams[slot.name]))
             self._folded[stack.name] = folded
         return self._folded[stack.name]
 
     def folded_for_once(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
         """The folded weight, without keeping it: all weights twice may not fit into memory."""
         known = self._folded.get(slot.name)
-        return fold_weight(self.plain(slot), slot.args, qparams) if known is None else known
+        return fold_weight(self.current(slot), slot.args, qparams) if known is None else known
 
     def forget_folded(self) -> None:
         """Drop the folded weights that are kept."""
@@ -78,4 +96,5 @@ class Weights:
         copied = object.__new__(Weights)
         copied._modules, copied._folded = self._modules, dict(self._folded)
         copied.equalized, copied._plan = self.equalized, self._plan
+        copied.compensated = self.compensated
         return copied

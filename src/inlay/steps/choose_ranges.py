@@ -1,126 +1,37 @@
-"""From statistics and weights to the qparams of all slots, after checking that they are sound."""
+"""Compute scales and zero points from statistics and weights."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from inlay.collectives import each_by_one_rank
-from inlay.errors import ConfigurationError, StatisticsError
+from inlay.errors import StatisticsError
 from inlay.observers import Observer, QParamsDict, fusion_problem, has_global_scale
 from inlay.progress import watched
 from inlay.ranges.args import key_of
-from inlay.recipe import Plan, Slot
-from inlay.statistics.by_slot import StatisticsBySlot
-from inlay.statistics.coverage import fill_experts, require_coverage
+from inlay.recipe import Slot
 from inlay.statistics.expert_weights import observe_expert_weights
-from inlay.statistics.on_disk import OTHER_WEIGHTS
 from inlay.statistics.value import merge
+from inlay.steps.finalizing import Finalizing
 
-__all__ = ["ACCEPTABLE", "finalize", "known_words", "qparams_of"]
-
-# What `finalize` refuses, and accepts if asked to.
-ACCEPTABLE = {
-    "unobserved": "slots that saw no data stay in full precision",
-    "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
-    "few_tokens": "experts that saw few tokens are quantized by these",
-    "unfused": "layers that are served as one keep global scales of their own",
-    OTHER_WEIGHTS: "stored statistics of a model with other weights are used",
-    "mistraced": "the traced model is calibrated although it differs from the eager one",
-}
+__all__ = ["choose_ranges"]
 
 # Searching a histogram of 2 ** 16 bins takes about as long as a weight of 2 ** 22 elements.
 _COST_OF_STATISTICS = 64.0
-
-_NAMED = 5  # how many weights a warning names
-
-WeightOf = Callable[[Slot], torch.Tensor]
+_NAMED = 5  # weights that a warning names
 
 
-def known_words(accept: Collection[str]) -> frozenset[str]:
-    """The problems to accept, after checking that there are such."""
-    unknown = sorted(set(accept) - set(ACCEPTABLE))
-    if unknown:
-        raise ConfigurationError(
-            f"cannot accept {', '.join(unknown)}; what can be accepted is "
-            + "; ".join(f"{name}: {meaning}" for name, meaning in ACCEPTABLE.items())
-        )
-    return frozenset(accept)
+def choose_ranges(state: Finalizing) -> None:
+    """Compute the qparams of all slots, each range on one rank."""
+    state.qparams.update(_Ranges(state).qparams())
 
 
-def finalize(
-    statistics: StatisticsBySlot,
-    weight_of: WeightOf,
-    *,
-    accept: Collection[str] = (),
-    progress: bool | None = None,
-    before: Callable[[], None] | None = None,
-    last_batch: int = 0,
-) -> dict[str, QParamsDict]:
-    """Compute the qparams of all slots, and have the statistics keep them.
-
-    The options are those of `qparams_of`.
-    """
-    accepted = known_words(accept)
-    if statistics.qparams is None:
-        try:
-            found = qparams_of(
-                statistics,
-                statistics.plan,
-                weight_of,
-                accept=accepted,
-                progress=progress,
-                before=before,
-                last_batch=last_batch,
-            )
-        except Exception:
-            statistics.forget_ranks()  # to be merged anew when it is asked again
-            raise
-        statistics.qparams, statistics.accepted = found, accepted
-    return statistics.qparams
-
-
-def qparams_of(
-    statistics: StatisticsBySlot,
-    plan: Plan,
-    weight_of: WeightOf,
-    *,
-    accept: Collection[str] = (),
-    progress: bool | None = None,
-    before: Callable[[], None] | None = None,
-    last_batch: int = 0,
-) -> dict[str, QParamsDict]:
-    """Compute the qparams of a plan, or of a part of it.
-
-    Over ranks, the statistics are merged first, and from then on are those of all ranks. Each range
-    of a weight or an activation is searched by one rank, and all ranks get all qparams.
-
-    :param plan: the plan of the statistics, or a part of it
-    :param weight_of: gives the weight of a weight slot
-    :param accept: problems to accept instead of raising, of `ACCEPTABLE`
-    :param before: what else is decided by the statistics of all ranks, before the qparams are
-    :param last_batch: see `StatisticsBySlot.merge_ranks`
-    """
-    accepted = known_words(accept)
-    statistics.merge_ranks(plan, last_batch=last_batch)
-    require_coverage(statistics, accepted, plan)
-    fill_experts(statistics, plan)
-    if before is not None:
-        before()
-    return _Finalization(statistics, plan, weight_of, accepted, progress).qparams()
-
-
-class _Finalization:
-    def __init__(
-        self,
-        statistics: StatisticsBySlot,
-        plan: Plan,
-        weight_of: WeightOf,
-        accept: frozenset[str],
-        progress: bool | None,
-    ) -> None:
-        self.statistics, self.plan = statistics, plan
-        self.weight_of, self.accept, self.progress = weight_of, accept, progress
+class _Ranges:
+    def __init__(self, state: Finalizing) -> None:
+        self.statistics, self.plan = state.statistics, state.plan
+        self.weight_of, self.accept = state.weights.plain, state.accept
+        self.progress = state.progress
         self._fused: list[list[str]] = []  # weights that share a global scale
 
     def qparams(self) -> dict[str, QParamsDict]:
