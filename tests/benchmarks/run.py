@@ -10,6 +10,7 @@ from pathlib import Path
 import after
 import compressed_tensors
 import depth
+import four_bits
 import inside
 import llmcompressor
 import overhead
@@ -26,6 +27,7 @@ from rich.table import Table
 PARTS = {
     "overhead": overhead.rows,
     "weights": weights.rows,
+    "four_bits": four_bits.rows,
     "depth": depth.rows,
     "pipelines": pipelines.rows,
     "after": after.rows,
