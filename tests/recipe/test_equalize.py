@@ -51,9 +51,7 @@ def test_smoothquant_of_llm_compressor() -> None:
     with pytest.raises(ConfigurationError, match="ignore"):
         Recipe.from_yaml(MODIFIERS.replace("smoothing_strength: 0.8", "ignore: [lm_head]"))
     alone = MODIFIERS.partition("    QuantizationModifier")[0]
-    with pytest.raises(
-        ConfigurationError, match="reads one QuantizationModifier or"
-    ):
+    with pytest.raises(ConfigurationError, match="reads one QuantizationModifier or"):
         Recipe.from_yaml(alone)
 
 

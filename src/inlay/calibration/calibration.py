@@ -91,8 +91,7 @@ class Calibration:
             Backend(self._bindings, each, compiler=compiler, auto=self.auto)
             for each in (replace(pipelines, outputs=False), pipelines)
         )
-        # Who calls `torch.compile` has said that compiling is wanted.
-        asked = "inductor" if compiler == AUTO else compiler
+        asked = "inductor" if compiler == AUTO else compiler  # `torch.compile` asks for a compiler
         self._backend = Backend(self._bindings, pipelines, compiler=asked)
         self._graphs_run: Strategies | None = None
 
@@ -179,8 +178,8 @@ class Calibration:
     def equalize(self) -> None:
         """Choose how inputs are equalized, and observe the equalized model from now on.
 
-        Call it after the first run over the data, then run the same data again. The second run
-        observes only the inputs that are equalized. Over ranks, all of them call it.
+        Call it on all ranks after the first run over the data, then run the same data again.
+        The second run observes only the inputs that are equalized.
         """
         if not self.needs_second_run:
             raise ConfigurationError(
@@ -210,7 +209,7 @@ class Calibration:
         self.equalization.parameters.forget_copies()
 
     def expect(self, batches: int) -> None:
-        """Say before the first batch how many there will be, so that "auto" compiles for many."""
+        """Say before the first batch how many will come, so that "auto" compiles for many."""
         self.auto.expected = batches
 
     @property
@@ -310,8 +309,7 @@ class Calibration:
 
     def _finalize(self, accept: Collection[str]) -> None:
         accepted = known_words(accept)
-        state = self.finalizing(plan=self.plan, accept=accepted, equalize=self._equalize)
-        found = run_steps(state)
+        found = run_steps(self.finalizing(plan=self.plan, accept=accepted, equalize=self._equalize))
         self.statistics.qparams, self.statistics.accepted = found.qparams, accepted
         self.compensations = found.compensations
         for graph in self.graphs:
