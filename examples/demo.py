@@ -23,7 +23,7 @@ import inlay
 HERE = Path(__file__).parent
 SCHEMES = {
     "W8A8_STATIC": {"inputs": {"observer": "histogram"}},
-    "W4A16": {"weights": {"observer": "imatrix_mse"}},
+    "W4A16": {"weights": {"observer": "imatrix_mse"}, "gptq": True},
 }
 
 
