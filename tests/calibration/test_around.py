@@ -215,7 +215,7 @@ def test_running_out_of_memory_is_not_either(recipe: Recipe) -> None:
 
 
 def test_threads_do_not_meet() -> None:
-    """Two models of one class at once: the statistics of each alone, and the class as it was."""
+    """Two models of one class at once: each has its own statistics, and the class is untouched."""
     models = [llama(num_hidden_layers=3), llama(num_hidden_layers=3, rms_norm_eps=1e-3)]
     cls = type(models[0].model.layers[0])
     before = dict(vars(cls)), [dict(vars(module)) for each in models for module in each.modules()]

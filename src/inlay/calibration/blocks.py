@@ -52,7 +52,7 @@ class _Batch:
 
 
 class Blocks:
-    """The blocks of a model, each of which runs as compiled code on a copy of the model.
+    """The blocks of a copy of the model. Each runs as compiled code of its own.
 
     :param backend: prepares the graphs of blocks, and of the model around them
     """

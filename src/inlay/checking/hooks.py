@@ -102,7 +102,7 @@ class Hooks:
             seen.take_in(self.alone.kept(seen.slot.name, value))
 
     def run_without_padding(self, batch: Any) -> None:
-        """Run a padded batch, of which only the rows of its sequences are observed.
+        """Run a padded batch and observe only the rows of its sequences.
 
         :raises ComputedOtherwiseError: if the model computes something else for them alone
         """

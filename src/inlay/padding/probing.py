@@ -97,7 +97,7 @@ class Prober:
                 if most is not None:
                     raise
         tied = {
-            sequence: f"it has the tokens of {sequence}, of which attention_mask may not speak"
+            sequence: f"it has the tokens of {sequence}, which attention_mask may not cover"
             for sequence in form.uncertain
         }
         return layouts_of(probes, tied)

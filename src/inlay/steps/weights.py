@@ -49,7 +49,7 @@ class Weights:
         return taken
 
     def of_layer(self, module: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return what is written of a module with this weight, which may have no slot."""
+        """Return the tensor to write for a module with this weight; the module may have no slot."""
         compensated = self.compensated.get(module)
         return self.equalized.of(weight) if compensated is None else compensated
 
