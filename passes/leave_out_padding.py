@@ -112,7 +112,7 @@ class LeaveOutPadding(Pass):
         self, gm: GraphModule, node: Node, mask: PaddingMask, value: object, slot: Slot | None
     ) -> None:
         example = fake_value(value) if isinstance(value, Node) else None
-        assert isinstance(example, torch.Tensor), "what is observed has a shape"
+        assert isinstance(example, torch.Tensor), "an observed value has a shape"
         if slot is not None and slot.is_attention:
             example = example.select(1, 0)
         node.update_kwarg("mask", add_input(gm.graph, mask, mask.example(example), self.name))

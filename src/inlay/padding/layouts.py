@@ -147,7 +147,7 @@ def layout_of(sizes: Sequence[Sizes], seen: Sequence[Seen]) -> Layout:
 
 
 def _known(sizes: Sequence[Sizes]) -> dict[tuple[int, ...], tuple[str, str]]:
-    """Return what a dimension is, and of which sequence, by its sizes in all probes."""
+    """Map the sizes of a dimension in all probes to its kind and its sequence."""
     known = {tuple(each.batch for each in sizes): ("batch", "")}
     for sequence in sizes[0].tokens:
         known[tuple(each.tokens[sequence] for each in sizes)] = ("tokens", sequence)

@@ -147,7 +147,8 @@ def _readers(state: Finalizing) -> list[_Reader]:
             "with keep_hessians=True"
         )
     # Kept all at once: a weight may be a view, and the next view may be made in its place.
-    weights = {slot: state.weights.plain(slot) for slot in slots if slot not in unseen}
+    left_out = {slot.name for slot in unseen}
+    weights = {slot: state.weights.plain(slot) for slot in slots if slot.name not in left_out}
     readers: dict[tuple[int, str], _Reader] = {}
     for slot, weight in weights.items():
         key = id(weight), key_of(slot.args)

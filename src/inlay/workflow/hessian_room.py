@@ -17,6 +17,8 @@ def require_room_for_hessians(plan: Plan, weights: Weights) -> None:
 
     :raises ConfigurationError: if they take more than the memory that is free now
     """
+    if plan.recipe.gptq is None:
+        return
     needed, free = _needed(plan, weights), _free()
     if free is not None and needed > free:
         raise ConfigurationError(
