@@ -122,6 +122,24 @@ def test_no_row_is_worse_than_round_to_nearest(name: str, problem: Any) -> None:
     assert torch.equal(after, found.after)
 
 
+def test_rows_that_gptq_makes_worse_stay_rounded_to_nearest() -> None:
+    """With hardly correlated inputs there is little to compensate, and greed loses some rows."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, ROWS, COLUMNS, generator=generator)
+    inputs = torch.randn(2, 4000, COLUMNS, generator=generator)
+    hessians = inputs.transpose(1, 2) @ inputs
+    args = make_args(FORMATS["int8"])
+    qparams = qparams_of(weights, args)
+    found = compensate(weights, hessians, grid_of(args, qparams), damping=0.01)
+    plain = nearest(weights, args, qparams)
+    stayed = (found.weights == plain).all(-1)
+    assert bool(stayed.any())
+    assert bool((~stayed).any())
+    assert bool((found.after <= found.before).all())
+    errors = output_errors(found.weights - weights, hessians)
+    assert bool((errors <= output_errors(plain - weights, hessians)).all())
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @given(problem=problems())
 @examples(3)
