@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from inlay import observers, passes
     from inlay.calibration import Calibration
     from inlay.calibration.named_backend import finalize
+    from inlay.engine.calibrate import calibrate
+    from inlay.engine.stream import stream
     from inlay.observers import Observer, QParamsDict, sync_observers
     from inlay.recipe import Recipe
     from inlay.statistics.on_disk import StoredStatistics
-    from inlay.streaming.stream import stream
-    from inlay.workflow.run import calibrate
 
 __all__ = [
     "Calibration",
@@ -51,9 +51,9 @@ _LAZY = {
     "QParamsDict": "inlay.observers",
     "Recipe": "inlay.recipe",
     "StoredStatistics": "inlay.statistics.on_disk",
-    "calibrate": "inlay.workflow.run",
+    "calibrate": "inlay.engine.calibrate",
     "finalize": "inlay.calibration.named_backend",
-    "stream": "inlay.streaming.stream",
+    "stream": "inlay.engine.stream",
     "sync_observers": "inlay.observers",
 }
 _LAZY_MODULES = ("observers", "passes")

@@ -93,7 +93,7 @@ def _recipe(model: Any, scheme: str) -> Any:
 
 
 def _inlay(model: Any, batches: list[Any], scheme: str, out: Path) -> dict[str, float]:
-    from inlay.workflow.calibration_run import Run
+    from inlay.engine.run import Run
 
     run = Run(model, _recipe(model, scheme), held_out=batches[HELD_OUT:], progress=False)
     if run.plan.needs_data:

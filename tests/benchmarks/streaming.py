@@ -73,7 +73,7 @@ def child(way: str, folder: str, out: str, count: int) -> None:
 
     from inlay import Recipe, calibrate, stream
     from inlay.checkpoint.loading import load_model
-    from inlay.streaming.peak import MemoryWatch
+    from inlay.engine.streamed.peak import MemoryWatch
 
     torch.manual_seed(1)
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size

@@ -22,7 +22,7 @@ from inlay import Calibration, Recipe, StoredStatistics
 from inlay.calibration import decision
 from inlay.calibration.backend import Backend
 from inlay.calibration.decision import Auto, Decision, Savings
-from inlay.streaming.journal import Journal
+from inlay.engine.streamed.journal import Journal
 
 FP8 = Recipe.from_preset("FP8", inputs={"observer": "mse"})
 EVERYTHING = asdict(Decision(compiled="everything", reason="a test wants it"))
@@ -134,10 +134,10 @@ def test_only_these_files_read_a_clock() -> None:
     assert reading <= {
         "ranks/together.py",
         "run_record.py",
-        "streaming/passage.py",
+        "engine/streamed/passage.py",
         "testing/law.py",
-        "workflow/keeping.py",
-        "workflow/run.py",
+        "engine/keeping.py",
+        "engine/calibrate.py",
     }
 
 

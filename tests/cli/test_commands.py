@@ -102,7 +102,7 @@ class FakeRun:
 
 @dataclass
 class Runs:
-    """Stands in for `inlay.workflow.run`, and remembers how it was called."""
+    """Stands in for `inlay.engine.calibrate`, and remembers how it was called."""
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     error: BaseException | None = None
@@ -117,9 +117,9 @@ class Runs:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     fake = Runs()
-    module = ModuleType("inlay.workflow.run")
+    module = ModuleType("inlay.engine.calibrate")
     module.calibrate = module.requantize = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "inlay.workflow.run", module)
+    monkeypatch.setitem(sys.modules, "inlay.engine.calibrate", module)
     return fake
 
 
@@ -579,7 +579,7 @@ def test_warnings_are_told_in_a_line(
         warnings.warn("an observer cannot be traced", stacklevel=1)
         return FakeRun(recipe=arguments[1])
 
-    monkeypatch.setattr(sys.modules["inlay.workflow.run"], "calibrate", warn)
+    monkeypatch.setattr(sys.modules["inlay.engine.calibrate"], "calibrate", warn)
     result = run(
         "calibrate", folder, "--scheme", "W8A8", "--data", texts, "--out", tmp_path / "out"
     )

@@ -23,7 +23,7 @@ DEADLY = """
 import os, signal
 from inlay.observers import Observer
 from inlay.observers.min_max import StaticMinMaxObserver
-from inlay.workflow import keeping
+from inlay.engine import keeping
 
 note, keeping._SAVE_EVERY = keeping.Keeper.note, 0.0
 

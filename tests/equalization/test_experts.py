@@ -17,8 +17,8 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from inlay import Calibration, Recipe, StoredStatistics, calibrate
+from inlay.engine.calibrate import requantize
 from inlay.equalization.parameters import EqualizedParameters
-from inlay.workflow.run import requantize
 
 pytestmark = [
     pytest.mark.slow,

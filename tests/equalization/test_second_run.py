@@ -14,9 +14,9 @@ from torch import nn
 
 import inlay
 from inlay import Calibration, Recipe
+from inlay.engine.calibrate import requantize
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.statistics.on_disk import StoredStatistics
-from inlay.workflow.run import requantize
 
 pytestmark = pytest.mark.slow
 
@@ -202,7 +202,7 @@ def test_calibrate_runs_the_data_twice(observer: str, tmp_path: Path) -> None:
 def test_an_interrupted_second_run_is_resumed(tmp_path: Path, monkeypatch: Any) -> None:
     model = Blocks(Form()).eval()
     options: dict[str, Any] = {"held_out": 0, "compiler": "eager", "statistics": tmp_path / "kept"}
-    monkeypatch.setattr("inlay.workflow.keeping._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("inlay.engine.keeping._SAVE_EVERY", 0.0)
     taken = []
 
     def interrupt(self: Any, *args: Any, **kwargs: Any) -> None:

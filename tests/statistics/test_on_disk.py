@@ -11,9 +11,9 @@ from plain_llama import plain_llama
 from specification import assert_equal_qparams
 
 from inlay import Calibration, Recipe
+from inlay.engine.calibrate import requantize
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.statistics.on_disk import StoredStatistics
-from inlay.workflow.run import requantize
 
 pytestmark = pytest.mark.slow
 

@@ -16,10 +16,10 @@ import inlay
 from inlay import Calibration, Recipe
 from inlay.compensation.gptq import output_errors
 from inlay.compensation.settings import GPTQ
+from inlay.engine import hessian_room
+from inlay.engine.calibrate import requantize
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.statistics.on_disk import StoredStatistics
-from inlay.workflow import hessian_room
-from inlay.workflow.run import requantize
 
 
 def recipe(**changes: Any) -> Recipe:

@@ -17,9 +17,9 @@ from torch import distributed as dist
 from torch import nn
 
 import inlay
+from inlay.engine import keeping
 from inlay.ranks import together
 from inlay.steps.choose_ranges import _Ranges
-from inlay.workflow import keeping
 
 WORDS = 24
 WITH_EXPERTS = {

@@ -18,7 +18,7 @@ class Ranks:
         # Its processes are forked from one that has imported what they need, which takes seconds.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(
-            ["inlay.observers", "torch.distributed", "inlay.workflow.run", "torch._dynamo"]
+            ["inlay.observers", "torch.distributed", "inlay.engine.calibrate", "torch._dynamo"]
         )
         port = _free_port()
         self._pipes = []

@@ -15,10 +15,10 @@ from torch import distributed as dist
 import inlay
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
+from inlay.engine.streamed import parts, worker
+from inlay.engine.streamed.parts import CheckpointParts
+from inlay.engine.streamed.regions import Regions
 from inlay.ranks import together
-from inlay.streaming import parts, worker
-from inlay.streaming.parts import CheckpointParts
-from inlay.streaming.regions import Regions
 
 
 @dataclass(frozen=True, kw_only=True)

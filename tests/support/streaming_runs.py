@@ -12,7 +12,7 @@ from families import batch
 from inlay import Recipe, calibrate, stream
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
-from inlay.streaming.journal import Journal
+from inlay.engine.streamed.journal import Journal
 
 
 def batches(count: int = 6, lengths: tuple[int, ...] = (6,)) -> list[dict[str, Any]]:

@@ -379,7 +379,7 @@ class Calibration:
         :param report: whether to compare the model before and after, and show what was found
         :return: the folder
         """
-        from inlay.workflow.saving import save
+        from inlay.engine.saving import save
 
         return save(
             self,

@@ -169,8 +169,8 @@ def calibrate(
     if offload_activations:
         raise typer.BadParameter("needs --stream", param_hint="--offload-activations")
     from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
+    from inlay.engine.calibrate import calibrate as calibrate_model
     from inlay.statistics.rank_files import remove_all
-    from inlay.workflow.run import calibrate as calibrate_model
 
     # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
     is_text = first_row is not None and first_row.kind != "input_ids"
@@ -299,8 +299,8 @@ def requantize(
     )
     wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
+    from inlay.engine.calibrate import requantize as requantize_model
     from inlay.statistics.on_disk import StoredStatistics
-    from inlay.workflow.run import requantize as requantize_model
 
     calm_transformers(quiet)
     stored = StoredStatistics.load(statistics)

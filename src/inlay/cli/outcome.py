@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NoReturn
 from inlay.cli.terminal import console
 
 if TYPE_CHECKING:
+    from inlay.engine.run import Run
+    from inlay.engine.stream import Streamed
     from inlay.report import ReportData
-    from inlay.streaming.stream import Streamed
-    from inlay.workflow.calibration_run import Run
 
 __all__ = ["interrupted", "report_data", "show_result"]
 

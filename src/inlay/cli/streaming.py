@@ -33,8 +33,8 @@ def run_streamed(
             "with save_pretrained, or leave --stream out"
         )
     from inlay.checkpoint.stored_model import StoredModel
-    from inlay.streaming.journal import work_folder
-    from inlay.streaming.stream import stream
+    from inlay.engine.stream import stream
+    from inlay.engine.streamed.journal import work_folder
 
     stored = StoredModel.open(model, dtype=dtype, **options)
     try:

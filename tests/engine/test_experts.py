@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from specification import assert_equal_qparams
 
 from inlay import Calibration, Recipe, StatisticsError, StoredStatistics, calibrate
-from inlay.workflow.run import requantize
+from inlay.engine.calibrate import requantize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what Dynamo warns of is its own
 
@@ -53,7 +53,7 @@ def test_interrupted_and_resumed_it_is_the_same(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = batches(model, 4)
-    monkeypatch.setattr("inlay.workflow.keeping._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("inlay.engine.keeping._SAVE_EVERY", 0.0)
     with pytest.raises(InterruptedRunError):
         run(model, interrupted(data[:2]), statistics=tmp_path)
     resumed = run(model, iter(data), statistics=tmp_path, resume=True)

@@ -29,8 +29,8 @@ place, moments, equalized = Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv
 import torch
 from families import batch
 from streaming_runs import recipe_of_killed as recipe_of
-from inlay.streaming import activations, journal, parts, worker
-from inlay.streaming.stream import stream
+from inlay.engine.streamed import activations, journal, parts, worker
+from inlay.engine.stream import stream
 
 torch.set_num_threads(1)  # before any thread was started, so that children may be forked
 
@@ -107,7 +107,7 @@ def run_killed(place: Path, moments: list[tuple[int, bool]], *, equalized: bool)
             "ignore",
             "-c",
             SCRIPT,
-            str(Path(__file__).parent.parent / "support"),
+            str(Path(__file__).parents[2] / "support"),
             str(place),
             json.dumps(moments),
             "equalized" if equalized else "",

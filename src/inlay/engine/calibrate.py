@@ -14,6 +14,10 @@ from inlay.checkpoint.loading import require_full_precision
 from inlay.collectives import from_all_ranks
 from inlay.data.batch import count_tokens, on_device_of, varying_sizes
 from inlay.data.sources import Batches, batches_of
+from inlay.engine.hessian_room import require_room_for_hessians
+from inlay.engine.keeping import Keeper
+from inlay.engine.run import Run
+from inlay.engine.trace_check import check_trace
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.progress import Bar
 from inlay.ranks.division import Part
@@ -24,10 +28,6 @@ from inlay.run_record import Stages, model_name
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import StoredStatistics
 from inlay.steps.accepting import known_words
-from inlay.workflow.calibration_run import Run
-from inlay.workflow.hessian_room import require_room_for_hessians
-from inlay.workflow.keeping import Keeper
-from inlay.workflow.trace_check import check_trace
 
 __all__ = ["calibrate", "divided", "read_batches", "requantize", "require_data", "seen_with"]
 

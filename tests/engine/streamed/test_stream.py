@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from inlay import Recipe, stream
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
+from inlay.engine.streamed.comparison import _Pair
+from inlay.engine.streamed.regions import Region
+from inlay.engine.streamed.stages import Starting
+from inlay.engine.streamed.worker import Worker
 from inlay.errors import CheckpointError, ConfigurationError, StatisticsError
-from inlay.streaming.comparison import _Pair
-from inlay.streaming.regions import Region
-from inlay.streaming.stages import Starting
-from inlay.streaming.worker import Worker
 
 pytestmark = pytest.mark.slow
 

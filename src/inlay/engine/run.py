@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from inlay.calibration import Calibration
+from inlay.engine.saving import save
 from inlay.recipe import Recipe
 from inlay.run_record import Record, Stages, model_name
-from inlay.workflow.saving import save
 
 __all__ = ["Run"]
 

@@ -11,6 +11,7 @@ from typing import Any
 from inlay.checkpoint.shards import file_name
 from inlay.checkpoint.shared_shard import digest_of
 from inlay.collectives import from_all_ranks
+from inlay.engine.resuming import JOURNAL, nothing_to_resume
 from inlay.errors import CheckpointError, ConfigurationError
 from inlay.files import (
     partial_name,
@@ -23,7 +24,6 @@ from inlay.files import (
 from inlay.fingerprints import difference
 from inlay.ranks.division import Part
 from inlay.ranks.identity import is_first
-from inlay.workflow.resuming import JOURNAL, nothing_to_resume
 
 __all__ = ["Journal", "Written", "require_journal", "work_folder"]
 

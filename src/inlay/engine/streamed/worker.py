@@ -11,6 +11,22 @@ from inlay.checkpoint.stored_model import StoredModel
 from inlay.checkpoint.writing import size_of_model
 from inlay.collectives import to_first_rank
 from inlay.data.batch import count_tokens
+from inlay.engine.run import Run
+from inlay.engine.streamed.activations import Activations
+from inlay.engine.streamed.comparison import StreamedComparison
+from inlay.engine.streamed.equalizing import StreamedEqualization
+from inlay.engine.streamed.journal import Journal, Written
+from inlay.engine.streamed.parts import (
+    CheckpointParts,
+    load_qparams,
+    load_tensors,
+    save_qparams,
+    save_tensors,
+)
+from inlay.engine.streamed.passage import Passage
+from inlay.engine.streamed.peak import MemoryWatch
+from inlay.engine.streamed.regions import Regions, uses_of_all_ranks
+from inlay.engine.streamed.stages import Starting
 from inlay.errors import ConfigurationError
 from inlay.evaluation.compare import Comparison
 from inlay.evaluation.layer_errors import weight_errors
@@ -28,22 +44,6 @@ from inlay.statistics.value import Statistics
 from inlay.steps import run_steps
 from inlay.steps.accepting import known_words
 from inlay.steps.finalizing import Compensation
-from inlay.streaming.activations import Activations
-from inlay.streaming.comparison import StreamedComparison
-from inlay.streaming.equalizing import StreamedEqualization
-from inlay.streaming.journal import Journal, Written
-from inlay.streaming.parts import (
-    CheckpointParts,
-    load_qparams,
-    load_tensors,
-    save_qparams,
-    save_tensors,
-)
-from inlay.streaming.passage import Passage
-from inlay.streaming.peak import MemoryWatch
-from inlay.streaming.regions import Regions, uses_of_all_ranks
-from inlay.streaming.stages import Starting
-from inlay.workflow.calibration_run import Run
 
 __all__ = ["Settings", "Worker"]
 

@@ -10,6 +10,10 @@ import torch
 from inlay.calibration.blocks import block_modules
 from inlay.calibration.running import Rerun, running
 from inlay.checkpoint.stored_model import StoredModel
+from inlay.engine.run import Run
+from inlay.engine.streamed.activations import Activations
+from inlay.engine.streamed.regions import Region, Regions, uses_of
+from inlay.engine.streamed.stages import Started, Starting
 from inlay.evaluation.compare import (
     LAYER_BATCHES,
     Comparison,
@@ -20,10 +24,6 @@ from inlay.evaluation.layer_errors import layer_errors
 from inlay.memory import return_freed_memory
 from inlay.progress import watched
 from inlay.report.data import LayerError
-from inlay.streaming.activations import Activations
-from inlay.streaming.regions import Region, Regions, uses_of
-from inlay.streaming.stages import Started, Starting
-from inlay.workflow.calibration_run import Run
 
 __all__ = ["StreamedComparison"]
 

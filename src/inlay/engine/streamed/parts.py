@@ -19,6 +19,8 @@ from inlay.checkpoint.shards import file_name, size_in_bytes, write_index
 from inlay.checkpoint.shared_shard import Layout, TensorKind, write_tensors
 from inlay.checkpoint.writing import finish_checkpoint
 from inlay.collectives import from_all_ranks
+from inlay.engine.streamed.journal import Journal
+from inlay.engine.streamed.regions import Regions
 from inlay.errors import CheckpointError
 from inlay.files import complete_file, naming_failures, new_file
 from inlay.observers import QParamsDict
@@ -26,8 +28,6 @@ from inlay.ranks.division import Part, share
 from inlay.ranks.identity import is_first
 from inlay.ranks.together import meet
 from inlay.recipe import Plan
-from inlay.streaming.journal import Journal
-from inlay.streaming.regions import Regions
 
 __all__ = [
     "CheckpointParts",

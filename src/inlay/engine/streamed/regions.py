@@ -9,10 +9,10 @@ from torch import nn
 from inlay.calibration.blocks import block_modules
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.collectives import from_all_ranks
+from inlay.engine.streamed.stages import Started
 from inlay.errors import ConfigurationError
 from inlay.ranks.identity import size
 from inlay.recipe import Plan
-from inlay.streaming.stages import Started
 
 __all__ = ["Region", "Regions", "Use", "uses_of", "uses_of_all_ranks"]
 

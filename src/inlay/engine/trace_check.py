@@ -4,10 +4,10 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
+from inlay.engine.run import Run
 from inlay.errors import CheckError
 from inlay.evaluation.compare import prepared
 from inlay.evaluation.traced import compare_traced
-from inlay.workflow.calibration_run import Run
 
 __all__ = ["check_trace"]
 

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from inlay import Calibration, Recipe, StoredStatistics, calibrate
+from inlay.engine.run import Run
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.report import ReportData
 from inlay.run_record import Stages
-from inlay.workflow.calibration_run import Run
 
 pytestmark = pytest.mark.slow
 

@@ -84,7 +84,7 @@ def test_a_quantized_model_is_refused_before_it_runs() -> None:
 def test_interrupted_and_resumed_it_is_the_same(tmp_path: Path, monkeypatch) -> None:
     model = plain_llama()
     data = batches(model)
-    monkeypatch.setattr("inlay.workflow.keeping._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("inlay.engine.keeping._SAVE_EVERY", 0.0)
     with pytest.raises(InterruptedRunError):
         run(model, interrupting(data, 3), statistics=tmp_path)
     with pytest.raises(InterruptedRunError):
@@ -98,7 +98,7 @@ def test_interrupted_and_resumed_it_is_the_same(tmp_path: Path, monkeypatch) -> 
 def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
     model = plain_llama()
     data = batches(model)
-    monkeypatch.setattr("inlay.workflow.keeping._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("inlay.engine.keeping._SAVE_EVERY", 0.0)
     with pytest.raises(InterruptedRunError):
         run(model, interrupting(data, 3), statistics=tmp_path)
     with pytest.raises(StatisticsError, match="batch 1 is not that"):
@@ -119,7 +119,7 @@ def test_other_data_is_not_resumed(tmp_path: Path, monkeypatch) -> None:
 def test_where_nothing_can_be_resumed_other_runs_are_named(tmp_path: Path, monkeypatch) -> None:
     model = plain_llama()
     data = batches(model, 3)
-    monkeypatch.setattr("inlay.workflow.keeping._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("inlay.engine.keeping._SAVE_EVERY", 0.0)
     (tmp_path / "notes").mkdir()
     options = {"statistics": tmp_path / "oot.statistics", "resume": True}
     with pytest.raises(ConfigurationError, match=r"no run to resume in .*oot\.statistics\. Name"):
@@ -139,7 +139,7 @@ def test_fingerprints_are_taken_only_where_statistics_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, taken = plain_llama(), []
-    monkeypatch.setattr("inlay.workflow.keeping.digest", lambda one: taken.append(one) or b"any")
+    monkeypatch.setattr("inlay.engine.keeping.digest", lambda one: taken.append(one) or b"any")
     data = batches(model, 2)
     unkept = run(model, data, held_out=0)
     assert taken == []

@@ -11,17 +11,17 @@ from inlay.checkpoint.stored_model import StoredModel
 from inlay.collectives import from_all_ranks
 from inlay.data.batch import digest
 from inlay.data.tokenize import read_rows
+from inlay.engine.calibrate import divided, read_batches, require_data, seen_with
+from inlay.engine.run import Run
+from inlay.engine.streamed.journal import Journal, require_journal
+from inlay.engine.streamed.peak import MemoryWatch
+from inlay.engine.streamed.worker import Settings, Worker
 from inlay.files import require_room
 from inlay.ranks.identity import is_first
 from inlay.ranks.together import together
 from inlay.recipe import Recipe
 from inlay.run_record import Agreement, Record, Stages
 from inlay.statistics.data_seen import DataSeen
-from inlay.streaming.journal import Journal, require_journal
-from inlay.streaming.peak import MemoryWatch
-from inlay.streaming.worker import Settings, Worker
-from inlay.workflow.calibration_run import Run
-from inlay.workflow.run import divided, read_batches, require_data, seen_with
 
 __all__ = ["Streamed", "stream"]
 

@@ -10,6 +10,8 @@ from torch import nn
 from inlay.collectives import from_all_ranks
 from inlay.data.batch import digest
 from inlay.data.sources import Batches
+from inlay.engine.resuming import nothing_to_resume
+from inlay.engine.run import Run
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.files import require_writable
 from inlay.fingerprints import difference, fingerprints, weights_in
@@ -19,8 +21,6 @@ from inlay.recipe import Recipe
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import FILE_NAME, StoredStatistics
 from inlay.statistics.rank_files import KeptFiles, file_name, kept_files, remove_files
-from inlay.workflow.calibration_run import Run
-from inlay.workflow.resuming import nothing_to_resume
 
 __all__ = ["Keeper"]
 

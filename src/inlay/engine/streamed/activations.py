@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
+from inlay.engine.streamed.stages import Started
 from inlay.errors import CheckpointError, GraphError
 from inlay.files import remove_written
 from inlay.ranks.identity import rank
-from inlay.streaming.stages import Started
 
 __all__ = ["Activations"]
 

@@ -14,10 +14,10 @@ from streaming_runs import batches, in_memory, stopping, streamed
 
 from inlay import Recipe, StoredStatistics
 from inlay.checkpoint.stored_model import StoredModel
+from inlay.engine.streamed.regions import Regions, Use
 from inlay.errors import ConfigurationError
 from inlay.observers import Observer
 from inlay.recipe import Plan
-from inlay.streaming.regions import Regions, Use
 
 pytestmark = pytest.mark.slow
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from inlay.checkpoint.stored_model import StoredModel
+from inlay.engine.run import Run
+from inlay.engine.streamed.regions import Regions
 from inlay.equalization.group import Group
 from inlay.recipe import Plan
-from inlay.streaming.regions import Regions
-from inlay.workflow.calibration_run import Run
 
 __all__ = ["StreamedEqualization"]
 
