@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -136,3 +137,31 @@ def test_private_torch_is_in_one_folder() -> None:
         if path.parent.name != "torch_private" and private.search(path.read_text())
     ]
     assert found == []
+
+
+def test_private_transformers_is_in_one_folder() -> None:
+    """What `import transformers` offers is public; its modules, and some attributes, are not."""
+    private = re.compile(
+        r"from transformers\.|import transformers\.|"
+        r"_weight_conversions|_keys_to_ignore_on_save|all_tied_weights_keys"
+    )
+    found = [
+        str(path.relative_to(ROOT))
+        for path in package_files()
+        if path.parent.name != "transformers_private" and private.search(path.read_text())
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_private_parts_are_explained(library: str) -> None:
+    """Each function says since which release of the library it works as used here."""
+    package = importlib.import_module(f"inlay.{library}_private")
+    functions = {name: getattr(package, name) for name in package.__all__}
+    unexplained = [
+        name
+        for name, function in functions.items()
+        if inspect.isfunction(function)
+        and re.search(rf"\b{library} \d", function.__doc__ or "") is None
+    ]
+    assert unexplained == []

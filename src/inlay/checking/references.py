@@ -15,10 +15,10 @@ from torch import nn
 
 from inlay.calibration import Calibration
 from inlay.checking.linear_experts import use_linear_experts
-from inlay.checkpoint.layers import saved_name
 from inlay.errors import CheckError
 from inlay.recipe import Plan
 from inlay.recipe.experts import ExpertStack
+from inlay.transformers_private import as_saved, saved_name, tied_names
 
 __all__ = ["equalized_copy", "quantized_copy", "read_back"]
 
@@ -74,7 +74,7 @@ def read_back(calibration: Calibration, folder: Path) -> nn.Module:
         for module, _, own in (key.rpartition(".") for key in model.state_dict())
         for name in [f"{module}.{own}"]
     }
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = set(tied_names(model))
     missing = [key for name, key in wanted.items() if key not in stored and name not in tied]
     unread = stored.keys() - set(wanted.values())
     for problem, keys in (("lacks", missing), ("has, and nothing reads,", sorted(unread))):
@@ -107,9 +107,7 @@ def _names_in_checkpoint(
 
 def _names_of_experts(original: Any, stack: ExpertStack) -> Iterator[tuple[str, str]]:
     """Know each expert by its weight in what transformers would save of the plain model."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    saved = revert_weight_conversion(original, {stack.name: stack.parameter.detach()})
+    saved = as_saved(original, {stack.name: stack.parameter.detach()})
     for own, weight in stack.members.items():
         alike = (name for name, tensor in saved.items() if torch.equal(tensor, weight))
         found = next(alike, None)

@@ -16,6 +16,7 @@ from inlay.observers import QParamsDict
 from inlay.recipe import Slot
 from inlay.recipe.experts import ExpertStack, saved_names
 from inlay.steps.weights import Weights
+from inlay.transformers_private import as_saved, left_out_of_saving, without_ties
 
 __all__ = ["Contents", "compressed_layer", "shares_quantized_weight", "unquantized_state"]
 
@@ -99,13 +100,11 @@ def unquantized_state(
     model: Any, layers: Iterable[QuantizedLayer], keep_ties: bool
 ) -> dict[str, torch.Tensor]:
     """Return the tensors to write unchanged, under the model's own names, without copying."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
-
     state: dict[str, torch.Tensor] = model.state_dict()
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+    for name in left_out_of_saving(model):
         state.pop(name, None)
     if keep_ties:
-        state = remove_tied_weights_from_state_dict(state, model)
+        state = without_ties(model, state)
     for layer in layers:
         state.pop(f"{layer.name}.weight", None)
     return state
@@ -171,8 +170,6 @@ def _as_saved(
 
     :param experts: the names of experts that are saved as modules, by their names in the model
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     named, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in quantized.items():
         module, _, part = name.rpartition(".")
@@ -180,7 +177,7 @@ def _as_saved(
             named[f"{experts[module]}.{part}"] = tensor
         else:
             others[name] = tensor
-    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, {**unquantized, **others})
+    converted = as_saved(model, {**unquantized, **others})
     saved = {**converted, **named}
     kept = {id(tensor) for tensor in saved.values()}
     changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]

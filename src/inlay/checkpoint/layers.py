@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from compressed_tensors.compressors.format import infer_module_format
@@ -20,12 +19,12 @@ from torch import nn
 from inlay.observers import default_observer
 from inlay.recipe import Plan, Recipe, Slot
 from inlay.recipe.experts import experts_in_one_parameter
+from inlay.transformers_private import saved_name
 
 __all__ = [
     "QuantizedLayer",
     "quantization_config",
     "quantized_layers",
-    "saved_name",
 ]
 
 _LAYERS = (nn.Linear, nn.Embedding)
@@ -140,12 +139,3 @@ def _ignored(model: nn.Module, layers: Sequence[QuantizedLayer]) -> list[str]:
         # A loader that splits experts makes a Linear of each.
         ignored += [f"re:{re.escape(n)}[.].*" for n in (saved_name(model, name), name)]
     return list(dict.fromkeys(ignored))
-
-
-def saved_name(model: Any, module: str) -> str:
-    """Return the name that a module of the model has in a checkpoint."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    key = f"{module}.weight"
-    saved = list(revert_weight_conversion(model, {key: torch.empty(0, device="meta")}))
-    return saved[0].removesuffix(".weight") if len(saved) == 1 else module

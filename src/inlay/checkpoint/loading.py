@@ -6,6 +6,7 @@ safetensors, or from a GGUF file if one is named.
 
 import os
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from inlay.checkpoint.source import Source
 from inlay.checkpoint.unused import warn_of_unused
 from inlay.checkpoint.weight_files import require_shards, stored_names
 from inlay.errors import ConfigurationError
+from inlay.transformers_private import Loading, correct_tokenizer
 
 __all__ = [
     "class_of",
@@ -69,11 +71,11 @@ def load_model(
             source.place, dtype=chosen, output_loading_info=True, **source.options, **options
         )
     )
-    require_all_weights(model, found, source)
+    require_all_weights(model, found["missing_keys"], source)
     assert isinstance(model, nn.Module)
     if gguf_file is None:
         folder = source.folder()
-        warn_of_unused(model, folder, stored_names(folder))
+        warn_of_unused(model, folder, stored_names(folder), Loading.of(model))
     return model.eval()
 
 
@@ -99,7 +101,7 @@ def load_tokenizer(
         )
     )
     if gguf_file is not None:
-        _correct_tokenizer(tokenizer, source.config())
+        correct_tokenizer(tokenizer, source.config())
     return tokenizer
 
 
@@ -213,26 +215,15 @@ def _unpacked() -> dict[str, Any]:
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
-def _correct_tokenizer(tokenizer: Any, config: Any) -> None:
-    """Correct two errors that the conversion from GGUF makes before transformers 5.23.
+def require_all_weights(model: Any, missing: Collection[str], source: Source) -> None:
+    """Refuse a model with random parts: its statistics would mean nothing.
 
-    It may take the end token of a text for the start token, so special tokens come from the file's
-    metadata. It also removes spaces before punctuation, which is right only for WordPiece.
+    :param missing: names of the weights that the files do not have
     """
-    for role in ("bos", "eos", "unk", "pad"):
-        number = getattr(config, f"{role}_token_id", None)
-        if isinstance(number, int):
-            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
-    tokenizer.clean_up_tokenization_spaces = False
-
-
-def require_all_weights(model: Any, found: dict[str, Any], source: Source) -> None:
-    """Refuse a model with random parts: its statistics would mean nothing."""
-    missing = sorted(found.get("missing_keys") or [])
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ConfigurationError(
-            f"{source.place} has no weights for {', '.join(missing[:3])}{more} of "
+            f"{source.place} has no weights for {', '.join(sorted(missing)[:3])}{more} of "
             f"{type(model).__name__}; correct `architectures` in its config.json, or load the "
             "model in Python and pass it to inlay.calibrate"
         )

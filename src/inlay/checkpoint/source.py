@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 
 from inlay.errors import ConfigurationError, InlayError
+from inlay.transformers_private import asks_for_trust, gist
 
 __all__ = ["Source"]
 
@@ -114,18 +115,18 @@ class Source:
         except InlayError:
             raise  # it says what to do already
         except ImportError as error:
-            raise ConfigurationError(f"cannot load {self.place}: {_gist(error)}") from error
+            raise ConfigurationError(f"cannot load {self.place}: {gist(error)}") from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigurationError(self._explanation(error)) from error
 
     def _explanation(self, error: Exception) -> str:
-        if "trust_remote_code" in str(error):
+        if asks_for_trust(error):
             return (
                 f"{self.place} comes with code of its own; read it, and if you trust it, pass "
                 "trust_remote_code=True (--trust-remote-code)"
             )
         if self.is_folder or self.download or not isinstance(error, OSError):
-            return f"cannot load {self.place}: {_gist(error)}"
+            return f"cannot load {self.place}: {gist(error)}"
         return (
             f"{self.place} is neither a folder nor in the cache of downloaded models; "
             "download=True (--download) fetches it from the hub"
@@ -134,9 +135,3 @@ class Source:
 
 def _looks_like_a_path(place: str) -> bool:
     return os.path.isabs(place) or place.startswith(".") or place.count("/") > 1 or "\\" in place
-
-
-def _gist(error: Exception) -> str:
-    """Return the first line of an error: transformers continues with advice for others."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

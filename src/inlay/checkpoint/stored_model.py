@@ -3,8 +3,7 @@
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from inlay.checkpoint.loading import (
     require_full_precision,
 )
 from inlay.checkpoint.source import Source
-from inlay.checkpoint.unused import sources_by_target, warn_of_unused
+from inlay.checkpoint.unused import warn_of_unused
 from inlay.checkpoint.weight_files import WeightFiles
 from inlay.errors import CheckpointError
 from inlay.fingerprints import fingerprints, weights_in
+from inlay.transformers_private import Loading, Mismatch, model_without_data, tied_names
 
 __all__ = ["StoredModel"]
 
@@ -35,13 +35,14 @@ class StoredModel:
     :param source: where it comes from, and what may be done to load it
     """
 
-    def __init__(self, model: nn.Module, files: WeightFiles, loading: Any, source: Source) -> None:
+    def __init__(
+        self, model: nn.Module, files: WeightFiles, loading: Loading, source: Source
+    ) -> None:
         self.model, self.files, self._loading = model, files, loading
         self.source = source
         self.reads: dict[str, int] = defaultdict(int)  # how often each stored tensor was read
-        mapping = loading.weight_mapping or []
-        self._sources = sources_by_target(model, files.tensors, mapping)
-        warn_of_unused(model, files.folder, files.tensors, mapping)
+        self._sources = loading.sources(model, files.tensors)
+        warn_of_unused(model, files.folder, files.tensors, loading)
         self._tie_equal_weights()
         self._parameters = _with_own_parameters(model)
         first = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -141,28 +142,12 @@ class StoredModel:
 
     def _read(self, targets: Collection[str], mapped: bool) -> dict[str, torch.Tensor]:
         """Read what belongs to these names, and leave the parameters of the model as they are."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-
         if not targets:
             return {}
-        model: Any = self.model
-        conversions = model._weight_conversions
         names = [name for target in targets for name in self._sources[target]]
-        before = {id(module): dict(module._parameters) for module in model.modules()}
-        with self.files.reading() as read, _without_bars():
-            try:
-                unread = {name: _Unread(name, read, self.reads, mapped) for name in names}
-                info, _ = convert_and_load_state_dict_in_model(model, unread, self._loading)
-                found = {
-                    name: value.detach()
-                    for name, value in _tensors_of(model)
-                    if name not in info.missing_keys
-                }
-            finally:
-                for module in model.modules():
-                    module._parameters.update(before[id(module)])
-                model._weight_conversions = conversions
-        return found
+        with self.files.reading() as read:
+            unread = {name: _Unread(name, read, self.reads, mapped) for name in names}
+            return self._loading.tensors(self.model, unread)
 
     def _tie_equal_weights(self) -> None:
         """Tie weights that the config ties and the files hold twice, if these are equal.
@@ -170,14 +155,15 @@ class StoredModel:
         transformers does so when it has loaded both.
         """
         model: Any = self.model
-        for target, origin in list(getattr(model, "all_tied_weights_keys", {}).items()):
+        tied = tied_names(model)
+        for target, origin in list(tied.items()):
             sources = [self._sources.get(name, ()) for name in (target, origin)]
             if model.get_parameter(target) is model.get_parameter(origin) or not all(sources):
                 continue
             with self.files.reading() as read:
                 ((one,), (other,)) = ([read(name) for name in names] for names in sources)
                 if not torch.equal(one, other):
-                    model.all_tied_weights_keys.pop(target)
+                    tied.pop(target)
                     continue
             parent, _, name = target.rpartition(".")
             setattr(model.get_submodule(parent), name, model.get_parameter(origin))
@@ -199,45 +185,27 @@ class _Unread:
 
 def _built(
     config: Any, source: Source, files: WeightFiles, dtype: str | torch.dtype
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, Loading]:
     """Do what `from_pretrained` does, with tensors that have no data."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig, _get_dtype
-    from transformers.utils.generic import ContextManagers
-
     cls, options = class_of(config, source)
     if options:  # an Auto… class, which knows its models when it has built one
         with torch.device("meta"):
             cls = type(cls.from_config(config, **options))
     state = {name: stored.without_data() for name, stored in files.tensors.items()}
-    config, chosen = _get_dtype(dtype, None, config, None, state, True)
-    with ContextManagers(cls.get_init_context(chosen, False, False, None)):
-        model = cls(config)
-    loading = LoadStateDictConfig(
-        device_map={"": "meta"},
-        dtype=chosen,
-        dtype_plan=model._get_dtype_plan(chosen),
-        weight_mapping=get_model_conversion_mapping(model, None, None),
-        ignore_mismatched_sizes=True,
-    )
-    with _without_bars():
-        info, _ = convert_and_load_state_dict_in_model(model, state, loading)
-        _require_fitting(info, files)
-        loading = replace(loading, device_map={"": "cpu"})
-        info = cls._finalize_model_loading(model, loading, info)
-    require_all_weights(model, info.to_dict(), source)
+    model, loading, mismatches, missing = model_without_data(cls, config, state, dtype)
+    _require_fitting(mismatches, files)
+    require_all_weights(model, missing, source)
     model.config.name_or_path = source.place
     _find_generation_config(model, source)
     return model.eval(), loading
 
 
-def _require_fitting(info: Any, files: WeightFiles) -> None:
-    for name, found, expected in sorted(info.mismatched_keys):
-        file = files.tensors[name].file if name in files.tensors else files.folder
+def _require_fitting(mismatches: Sequence[Mismatch], files: WeightFiles) -> None:
+    for each in mismatches:
+        file = files.tensors[each.name].file if each.name in files.tensors else files.folder
         raise CheckpointError(
-            f"{name} in {file} has the shape {tuple(found)}, and the model that config.json "
-            f"describes has {tuple(expected)} there; the file is of another model"
+            f"{each.name} in {file} has the shape {each.stored}, and the model that config.json "
+            f"describes has {each.expected} there; the file is of another model"
         )
 
 
@@ -271,22 +239,3 @@ def _with_own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def _empty(parameter: nn.Parameter) -> None:
     shell = torch.empty((), dtype=parameter.dtype, device=parameter.device)
     parameter.data = shell.expand(parameter.shape)
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep transformers from drawing a bar for each part."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()

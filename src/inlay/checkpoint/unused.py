@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from inlay.run_record import model_name
+from inlay.transformers_private import Loading
 
-__all__ = ["sources_by_target", "warn_of_unused"]
+__all__ = ["warn_of_unused"]
 
 _NAMED = 3
 # Constants that older versions of transformers stored, and that models compute now.
@@ -17,14 +18,14 @@ _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(masked_)?bias|positi
 _OF_SENTENCE_TRANSFORMERS = ("config_sentence_transformers.json", "sentence_bert_config.json")
 
 
-def warn_of_unused(model: Any, folder: Path, stored: Iterable[str], mapping: Any = None) -> None:
+def warn_of_unused(model: Any, folder: Path, stored: Iterable[str], loading: Loading) -> None:
     """Warn of stored tensors and files that loading leaves out, and so a checkpoint will.
 
     :param stored: names of the tensors in the files
-    :param mapping: conversions of transformers from stored names; found for the model if not given
+    :param loading: the conversion from stored names
     """
     names = sorted(stored)
-    used = {name for own in sources_by_target(model, names, mapping).values() for name in own}
+    used = {name for own in loading.sources(model, names).values() for name in own}
     unused = [name for name in names if name not in used and not _COMPUTED.search(name)]
     if unused:
         more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
@@ -41,29 +42,6 @@ def warn_of_unused(model: Any, folder: Path, stored: Iterable[str], mapping: Any
             f"quantized and written. Copy {', '.join(files)} into the checkpoint",
             stacklevel=3,
         )
-
-
-def sources_by_target(model: Any, stored: Iterable[str], mapping: Any) -> dict[str, list[str]]:
-    """Map names in the model to the stored tensors that they are made of.
-
-    Of several that are made together, the first stands for all.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    mapping = get_model_conversion_mapping(model, None, None) if mapping is None else mapping
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    prefix = model.base_model_prefix
-    state = model.state_dict()
-    found: dict[str, list[str]] = {}
-    for name in stored:
-        target, _ = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, _ = rename_source_key(name, [], [], prefix, state)
-        if target in state:
-            found.setdefault(target, []).append(name)
-    return found
 
 
 def _files_of_sentence_transformers(folder: Path) -> list[str]:

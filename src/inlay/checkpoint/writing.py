@@ -36,6 +36,7 @@ from inlay.progress import watched
 from inlay.recipe import Plan, Recipe
 from inlay.recipe.experts import ExpertStack
 from inlay.steps.weights import Weights
+from inlay.transformers_private import copy_remote_code
 
 __all__ = [
     "CheckpointSizes",
@@ -210,9 +211,7 @@ def _write_configs(folder: Path, model: Any, keep_ties: bool, dtype: torch.dtype
         for part in (config, config.get_text_config(decoder=True)):
             part.tie_word_embeddings = False
     if model.is_remote_code():
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, folder, config=config)
+        copy_remote_code(model, folder, config=config)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

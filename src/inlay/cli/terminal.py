@@ -124,7 +124,7 @@ def _tell_warning(message: Warning | str, *_where: Any) -> None:
 
 def calm_transformers(quiet: bool) -> None:
     """Silence transformers: Inlay itself refuses bad models, and bars are for terminals only."""
-    from transformers.utils import logging
+    from transformers import logging
 
     logging.set_verbosity_error()
     if quiet or not is_first() or not sys.stderr.isatty():

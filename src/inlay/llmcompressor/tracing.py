@@ -1,6 +1,5 @@
 """A model as llm-compressor prepared it, made traceable for a while, and then put back."""
 
-import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
@@ -19,9 +18,9 @@ from llmcompressor.utils.helpers import (
 )
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from inlay.torch_private import observing_dynamo
+from inlay.transformers_private import eager_attention
 
 __all__ = ["is_in_place", "traceable"]
 
@@ -153,30 +152,19 @@ def _marked_attention(model: nn.Module) -> Iterator[None]:
     Inlay knows them as what the one op of attention takes. Eager attention has no such op, and any
     other attention rounds its results in another way than llm-compressor's pipelines do.
     """
-    classes = {type(module) for module in model.modules()}
-    functions = {cls: own for cls in classes if (own := _eager_function(cls)) is not None}
-    before = ALL_ATTENTION_FUNCTIONS.get("eager")
 
-    def attend(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kw: Any) -> Any:
+    def attend(
+        eager: Callable[..., Any],
+        module: nn.Module,
+        query: Any,
+        key: Any,
+        value: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         # Nothing reads the result, so Inlay computes none.
         F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-        function = before or functions[type(module)]
-        return function(module, query, key, value, *args, **kw)
+        return eager(module, query, key, value, *args, **kwargs)
 
-    # As a rule no function has this name, and a model takes that of its own file.
-    ALL_ATTENTION_FUNCTIONS["eager"] = attend
-    try:
-        with use_eager_attention(model):
-            yield
-    finally:
-        if before is None:
-            del ALL_ATTENTION_FUNCTIONS["eager"]
-        else:
-            ALL_ATTENTION_FUNCTIONS["eager"] = before
-
-
-def _eager_function(cls: type) -> Callable[..., Any] | None:
-    """Eager attention as the file of a class defines it, or that of a class it derives from."""
-    files = (sys.modules.get(base.__module__) for base in cls.__mro__)
-    found = (getattr(file, "eager_attention_forward", None) for file in files)
-    return next((function for function in found if function is not None), None)
+    with eager_attention(model, attend), use_eager_attention(model):
+        yield

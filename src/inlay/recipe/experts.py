@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from inlay.transformers_private import as_saved
+
 __all__ = [
     "ExpertLinear",
     "ExpertStack",
@@ -122,15 +124,13 @@ def _problem_with_saving(model: nn.Module, stacks: Sequence[ExpertStack]) -> str
 
 def _places(model: Any, stack: ExpertStack) -> dict[int, str]:
     """Find the names under which transformers saves matrices, by the number of the member."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     # Numbers in place of rows tell which part of the parameter is saved under which name.
     experts, rows, _ = stack.parameter.shape
     parts = len(stack.projections)
     numbers = torch.arange(experts * parts).repeat_interleave(rows // parts)
     # Of two columns: transformers drops a dimension of size one.
     marked = numbers.reshape(experts, rows, 1).repeat(1, 1, 2)
-    saved = revert_weight_conversion(model, {stack.name: marked})
+    saved = as_saved(model, {stack.name: marked})
     return {
         int(tensor.flatten()[0]): name.removesuffix(".weight")
         for name, tensor in saved.items()

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inlay.transformers_private import GROUPED_PRODUCT
+
 __all__ = [
     "HigherOrderOperator",
     "OpOverload",
@@ -71,7 +73,7 @@ def is_grouped_product(target: Any) -> bool:
     """
     op = target.overloadpacket if isinstance(target, OpOverload) else target
     known = (F.grouped_mm, torch._grouped_mm, torch.ops.aten._grouped_mm)
-    return any(op is each for each in known) or str(op) == "transformers.grouped_mm_fallback"
+    return any(op is each for each in known) or str(op) == GROUPED_PRODUCT
 
 
 def onednn_linear(
