@@ -1,6 +1,7 @@
 """Tensors into files of a limited size."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,28 +11,46 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from inlay.checkpoint.shards import Shards, size_in_bytes
+from inlay.checkpoint.shards import Shards, complete, name_files, size_in_bytes
 from inlay.errors import ConfigurationError
 
 
-@given(sizes=st.lists(st.integers(0, 40), max_size=12), limit=st.integers(1, 100))
+def written(folder: Path, limit: int, *added: dict[str, torch.Tensor]) -> list[Path]:
+    """Write tensors that are added one dictionary after another; return the files."""
+    files = Shards(folder, 0, limit, writer="test")
+    for tensors in added:
+        files.add(tensors, {name: place for place, name in enumerate(tensors)})
+    found = files.close()
+    complete(found)
+    name_files(folder, [each.path.name for each in found], parameters=7)
+    return sorted(folder.glob("*.safetensors"))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    limit=st.integers(1, 100),
+    cuts=st.lists(st.integers(0, 12), max_size=3),
+)
 def test_every_tensor_is_in_one_file_that_is_not_too_large(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int, cuts: list[int]
 ) -> None:
+    """Files are filled in the order of tensors, however many are added at once."""
     folder = tmp_path_factory.mktemp("shards")
     tensors = {f"t{index}": torch.arange(size) for index, size in enumerate(sizes)}
-    shards = Shards(folder, limit)
-    for name, tensor in tensors.items():
-        shards.add({name: tensor})
-    shards.close(parameters=7)
+    places = [0, *sorted(cuts), len(sizes)]
+    added = [dict(list(tensors.items())[a:b]) for a, b in pairwise(places)]
+    files = written(folder, limit, *added)
 
-    files = sorted(folder.glob("*.safetensors"))
     found = {path.name: load_file(path) for path in files}
     assert sum(map(len, found.values())) == len(tensors)
     merged = {name: tensor for file in found.values() for name, tensor in file.items()}
     assert all(torch.equal(merged[name], tensor) for name, tensor in tensors.items())
     for file in found.values():
-        assert len(file) == 1 or sum(t.nbytes for t in file.values()) <= limit or not tensors
+        assert len(file) == 1 or sum(t.nbytes for t in file.values()) <= limit
+    own = [sorted(int(name[1:]) for name in file) for file in found.values()]
+    assert [number for numbers in own for number in numbers] == list(range(len(sizes)))
+    for numbers, following in pairwise(own):  # greedily
+        assert sum(tensors[f"t{n}"].nbytes for n in [*numbers, following[0]]) > limit
     if len(files) == 1:
         assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
         return
@@ -43,27 +62,22 @@ def test_every_tensor_is_in_one_file_that_is_not_too_large(
 
 
 def test_files_are_marked_for_torch(tmp_path: Path) -> None:
-    shards = Shards(tmp_path, 1)
-    shards.add({"x": torch.ones(2)})
-    shards.close(parameters=2)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+    (path,) = written(tmp_path, 1, {"x": torch.ones(2)})
+    with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
 def test_one_tensor_under_two_names_is_written_twice(tmp_path: Path) -> None:
-    shards, shared = Shards(tmp_path, 1000), torch.ones(3)
-    shards.add({"x": shared, "y": shared})
-    shards.close(parameters=3)
-    found = load_file(tmp_path / "model.safetensors")
+    shared = torch.ones(3)
+    (path,) = written(tmp_path, 1000, {"x": shared, "y": shared})
+    found = load_file(path)
     assert torch.equal(found["x"], found["y"])
 
 
 @pytest.mark.parametrize("limit", [1, 1000])
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path, limit: int) -> None:
-    shards = Shards(tmp_path, limit)
-    shards.add({"x": torch.ones(3), "y": torch.ones(3)})
     with pytest.raises(ConfigurationError, match="would be saved as x"):
-        shards.add({"x": torch.ones(3)})
+        written(tmp_path, limit, {"x": torch.ones(3), "y": torch.ones(3)}, {"x": torch.ones(3)})
 
 
 @pytest.mark.parametrize(

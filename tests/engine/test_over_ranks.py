@@ -116,14 +116,19 @@ def test_a_moving_average_weighs_ranks_by_what_they_saw(ranks: Ranks) -> None:
     torch.testing.assert_close(torch.tensor(merged), expected)
 
 
-def test_all_compress_and_the_first_writes(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run(save_llama, [str(tmp_path / "ranks")] * 4)
-    assert found == [save_llama(str(tmp_path / "alone"))] * 4
+@pytest.mark.parametrize(("scheme", "size"), [("NVFP4A16", "5GB"), ("W8A8", "20KB")])
+def test_all_ranks_write_the_files_that_one_process_writes(
+    ranks: Ranks, tmp_path: Path, scheme: str, size: str
+) -> None:
+    found = ranks.run(save_llama, [(str(tmp_path / "ranks"), scheme, size)] * 4)
+    alone = save_llama((str(tmp_path / "alone"), scheme, size))
+    assert found == [alone] * 4
+    assert (len(alone) > 3) == (size == "20KB")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ranks"]
 
 
 def test_where_the_first_cannot_write_all_say_so(ranks: Ranks) -> None:
-    for error in ranks.run(save_llama, ["/proc/nowhere"] * 4):
+    for error in ranks.run(save_llama, [("/proc/nowhere", "W8A8", "5GB")] * 4):
         assert "cannot write the folder /proc/nowhere" in str(error)
 
 

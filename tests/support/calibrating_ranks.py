@@ -116,11 +116,16 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def save_llama(folder: str) -> bytes:
-    """Quantize and save a model of transformers; return what is in the folder then."""
-    recipe = inlay.Recipe.from_preset("NVFP4A16", ignore=["lm_head"])
-    inlay.calibrate(llama(num_hidden_layers=3), recipe).save(folder, report=False)
-    return (Path(folder) / "model.safetensors").read_bytes()
+def save_llama(how: tuple[str, str, str]) -> dict[str, bytes]:
+    """Quantize and save a model of transformers; return what its files with weights hold then.
+
+    :param how: the folder, the scheme, and the largest size of a file
+    """
+    folder, scheme, size = how
+    recipe = inlay.Recipe.from_preset(scheme, ignore=["lm_head"])
+    run = inlay.calibrate(llama(num_hidden_layers=3), recipe)
+    run.save(folder, report=False, max_shard_size=size)
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).glob("model*"))}
 
 
 def _rank() -> int:

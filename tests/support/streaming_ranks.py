@@ -13,9 +13,10 @@ import torch
 from torch import distributed as dist
 
 import inlay
+from inlay.checkpoint import shards
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
-from inlay.engine.streamed import parts, worker
+from inlay.engine.streamed import worker
 from inlay.engine.streamed.parts import CheckpointParts
 from inlay.engine.streamed.regions import Regions
 from inlay.ranks import together
@@ -65,7 +66,7 @@ def _noting() -> Iterator[dict[str, Any]]:
     noted: dict[str, Any] = {"collectives": Counter(), "copied": [], "written": []}
     names = ("all_reduce", "all_gather_object", "gather_object")
     kept = {name: getattr(dist, name) for name in names}
-    load, write = Regions.load, parts.write_tensors
+    load, write = Regions.load, shards.write_tensors
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -82,19 +83,19 @@ def _noting() -> Iterator[dict[str, Any]]:
             if not any(place in part for part in mapped):
                 noted["copied"].append(name)
 
-    def written(file: Path, layout: Any, tensors: dict[str, Any]) -> Any:
+    def written(file: Path, layout: Any, tensors: dict[str, Any], **options: Any) -> Any:
         noted["written"] += list(tensors)
-        return write(file, layout, tensors)
+        return write(file, layout, tensors, **options)
 
     Regions.load = loaded  # type: ignore[method-assign]
-    parts.write_tensors = written
+    shards.write_tensors = written
     for name in names:
         setattr(dist, name, counted(name))
     try:
         yield noted
     finally:
         Regions.load = load  # type: ignore[method-assign]
-        parts.write_tensors = write
+        shards.write_tensors = write
         for name, function in kept.items():
             setattr(dist, name, function)
 
@@ -111,7 +112,7 @@ def _mapped_from_files() -> Iterator[range]:
 def _stopping(stop: tuple[int, int, str] | None, rank: int) -> Iterator[None]:
     """End a rank when its batches have run through a region, if one is to end."""
     quantize, lost = worker.Worker._quantize, together._LOST
-    write, complete = CheckpointParts.write, CheckpointParts.complete
+    write, complete = CheckpointParts.write, worker.complete
     here = [False]
 
     def end(how: str) -> None:
@@ -137,7 +138,7 @@ def _stopping(stop: tuple[int, int, str] | None, rank: int) -> Iterator[None]:
 
     worker.Worker._quantize = stopped  # type: ignore[method-assign]
     CheckpointParts.write = written  # type: ignore[method-assign]
-    CheckpointParts.complete = staticmethod(completed)  # type: ignore[method-assign]
+    worker.complete = completed
     if stop is not None and stop[2].startswith("kill"):
         together._LOST = 5.0  # a busy machine may keep a process from running for a while
     try:
@@ -145,4 +146,4 @@ def _stopping(stop: tuple[int, int, str] | None, rank: int) -> Iterator[None]:
     finally:
         worker.Worker._quantize, together._LOST = quantize, lost  # type: ignore[method-assign]
         CheckpointParts.write = write  # type: ignore[method-assign]
-        CheckpointParts.complete = staticmethod(complete)  # type: ignore[method-assign]
+        worker.complete = complete

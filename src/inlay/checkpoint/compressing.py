@@ -1,21 +1,17 @@
-"""Compressing the blocks of a model, by all processes where that pays."""
+"""Compressing weights some rows at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 
-from inlay.checkpoint.layers import QuantizedLayer
-from inlay.collectives import to_first_rank
 from inlay.formats.storage import storage_of
 from inlay.nodes.quantize import parts_by_rows
-from inlay.ranks.division import Part
 
-__all__ = ["Block", "compressed_blocks", "compressed_weight", "pays_to_share"]
+__all__ = ["compressed_weight"]
 
 Tensors = dict[str, torch.Tensor]
-Block = tuple[Tensors, list[QuantizedLayer]]  # tensors to write as they are, and quantized layers
 
 
 def compressed_weight(
@@ -43,34 +39,3 @@ def compressed_weight(
     if "weight_shape" in found:
         found["weight_shape"] = torch.tensor(weight.shape)
     return found
-
-
-def pays_to_share(layers: Iterable[QuantizedLayer]) -> bool:
-    """Whether sharing saves time: each process compresses a part, and sends it to rank 0."""
-    formats = (layer.scheme.format for layer in layers if layer.scheme is not None)
-    return any(storage_of(each).is_slow for each in formats)
-
-
-def compressed_blocks(
-    blocks: Sequence[Block], compress: Callable[[QuantizedLayer], Tensors], *, shared: bool
-) -> Iterator[tuple[Tensors, Tensors]]:
-    """Yield the tensors of each block that stay as they are, and the compressed ones.
-
-    One block after another, so that each can be freed once it is written. If the work is shared,
-    all processes call it, as many blocks are in memory as there are processes, and the first
-    process gets them all; the others get none.
-
-    :param compress: returns the tensors that quantization of a layer adds to a checkpoint
-    """
-    part = Part.own() if shared else Part()
-    for start in range(0, len(blocks), part.size):
-        turn = blocks[start : start + part.size]
-        own = turn[part.rank][1] if part.rank < len(turn) else []
-        compressed = _merged(map(compress, own))
-        of_ranks = [compressed] if part.size == 1 else to_first_rank(compressed)
-        for (unquantized, _), quantized in zip(turn, of_ranks, strict=False):
-            yield unquantized, quantized
-
-
-def _merged(found: Iterable[Tensors]) -> Tensors:
-    return {name: tensor for tensors in found for name, tensor in tensors.items()}

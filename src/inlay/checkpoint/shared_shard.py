@@ -20,6 +20,8 @@ _DTYPES = {
     torch.int8: "I8",
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int16: "I16",
     torch.uint16: "U16",
     torch.float16: "F16",
@@ -27,6 +29,7 @@ _DTYPES = {
     torch.int32: "I32",
     torch.uint32: "U32",
     torch.float32: "F32",
+    torch.complex64: "C64",
     torch.float64: "F64",
     torch.int64: "I64",
     torch.uint64: "U64",
@@ -100,27 +103,28 @@ class Layout:
 
 
 def write_tensors(
-    file: Path, layout: Layout, tensors: Mapping[str, torch.Tensor]
+    file: Path, layout: Layout, tensors: Mapping[str, torch.Tensor], *, digests: bool = True
 ) -> dict[str, str]:
-    """Write some tensors of a file that was made; return fingerprints of them.
+    """Write some tensors of a file that was made; return digests of them, if asked for.
 
     They are on the disk when this returns.
     """
-    digests = {}
+    found = {}
     descriptor = os.open(file, os.O_WRONLY)
     try:
         for name, tensor in tensors.items():
-            found = hashlib.blake2b(digest_size=16)
+            digest = hashlib.blake2b(digest_size=16)
             content, place = _bytes_of(tensor), layout.begins[name]
             for begin in range(0, len(content), _AT_ONCE):
                 part = content[begin : begin + _AT_ONCE]
-                found.update(part)
+                if digests:
+                    digest.update(part)
                 _write(descriptor, part, place + begin)
-            digests[name] = found.hexdigest()
+            found[name] = digest.hexdigest()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return digests
+    return found if digests else {}
 
 
 def digest_of(file: Path) -> str:

@@ -14,13 +14,7 @@ from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
-from inlay.checkpoint.compressing import Block, compressed_blocks, pays_to_share
-from inlay.checkpoint.contents import (
-    Contents,
-    compressed_layer,
-    shares_quantized_weight,
-    unquantized_state,
-)
+from inlay.checkpoint.contents import Contents, compressed_layer
 from inlay.checkpoint.gate import require_servable
 from inlay.checkpoint.layers import (
     QuantizedLayer,
@@ -28,11 +22,14 @@ from inlay.checkpoint.layers import (
     quantized_layers,
 )
 from inlay.checkpoint.loading import require_full_precision
-from inlay.checkpoint.shards import Shards, size_in_bytes
+from inlay.checkpoint.shards import Shards, complete, name_files, size_in_bytes
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.formats.storage import dtype_to_load, storage_of
 from inlay.observers import QParamsDict
 from inlay.progress import watched
+from inlay.ranks.division import Part, share
+from inlay.ranks.identity import is_first, size
+from inlay.ranks.together import meet
 from inlay.recipe import Plan, Recipe
 from inlay.recipe.experts import ExpertStack
 from inlay.steps.weights import Weights
@@ -41,7 +38,6 @@ from inlay.transformers_private import copy_remote_code
 __all__ = [
     "CheckpointSizes",
     "finish_checkpoint",
-    "help_with_checkpoint",
     "require_servable",
     "save_checkpoint",
     "size_of_model",
@@ -73,9 +69,10 @@ def save_checkpoint(
 ) -> CheckpointSizes:
     """Write a model with its qparams into a folder, as llm-compressor would.
 
-    The model stays as it is. In addition, memory holds one compressed block and one shard.
+    Over ranks, every rank calls it: each compresses and writes some blocks of the model. The model
+    stays as it is. In addition, memory holds one compressed block and one file.
 
-    :param folder: an existing folder, best one from `inlay.files.new_folder`
+    :param folder: an existing folder that all ranks see, best one from `inlay.files.new_folder`
     :param qparams: the result of `Calibration.finalize`
     :param tokenizer: a tokenizer or processor to write beside the model
     :param max_shard_size: the largest size of a file with weights, `"5GB"` for example
@@ -84,25 +81,32 @@ def save_checkpoint(
     :param progress: draw a progress bar; by default if there is a terminal
     """
     _require_saveable(model)
-    max_size = size_in_bytes(max_shard_size)
     full_precision = require_servable(plan, qparams, accept=accept)
     stacks = _quantized_stacks(plan, full_precision)
     layers = quantized_layers(model, plan, recipe, full_precision)
     contents = Contents.of(model, layers, stacks, weights)
     folder = Path(folder)
-    shards = Shards(folder, max_size)
+    files = Shards(folder, 0, size_in_bytes(max_shard_size), writer="new", digests=False)
     blocks = _blocks(contents.unquantized, layers)
-    compressed = compressed_blocks(
-        blocks,
-        lambda layer: compressed_layer(layer, qparams, weights),
-        shared=pays_to_share(layers),
-    )
-    bar = watched(compressed, "writing the checkpoint", total=len(blocks), show=progress)
-    for unquantized, quantized in bar:
-        shards.add(contents.as_saved(unquantized, quantized))
-    shards.close(parameters=sum(parameter.numel() for parameter in model.parameters()))
-    finish_checkpoint(folder, contents, plan, recipe, layers, tokenizer=tokenizer)
-    return CheckpointSizes(before=size_of_model(model), after=shards.total_size)
+    turns = (range(n, min(n + size(), len(blocks))) for n in range(0, len(blocks), size()))
+    total = -(-len(blocks) // size())
+    for turn in watched(turns, "writing the checkpoint", total=total, show=progress):
+        tensors: dict[str, torch.Tensor] = {}
+        places: dict[str, tuple[int, int]] = {}
+        for number in share({number: blocks[number].cost for number in turn}, Part.own()):
+            saved = contents.as_saved(*blocks[number].compressed(qparams, weights))
+            places |= {name: (number, place) for place, name in enumerate(saved)}
+            tensors |= saved
+        files.add(tensors, places)
+    written = files.close()
+    meet()  # until here, other ranks write
+    after = 0
+    if is_first():
+        complete(written)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        after = name_files(folder, [each.path.name for each in written], parameters=parameters)
+        finish_checkpoint(folder, contents, plan, recipe, layers, tokenizer=tokenizer)
+    return CheckpointSizes(before=size_of_model(model), after=after)
 
 
 def finish_checkpoint(
@@ -123,33 +127,6 @@ def finish_checkpoint(
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-
-
-def help_with_checkpoint(
-    model: nn.Module,
-    plan: Plan,
-    recipe: Recipe,
-    qparams: Mapping[str, QParamsDict],
-    *,
-    accept: Collection[str] = (),
-    weights: Weights,
-) -> None:
-    """Compress a part of the model for the first rank, which writes it with `save_checkpoint`.
-
-    Every other rank calls it with the same arguments.
-    """
-    layers = quantized_layers(model, plan, recipe, require_servable(plan, qparams, accept=accept))
-    if not pays_to_share(layers):
-        return
-    state = unquantized_state(model, layers, not shares_quantized_weight(model, layers))
-    for stack in plan.stacks:
-        state.pop(stack)
-    for _ in compressed_blocks(
-        _blocks(state, layers),
-        lambda layer: compressed_layer(layer, qparams, weights),
-        shared=True,
-    ):
-        pass
 
 
 def _require_saveable(model: nn.Module) -> None:
@@ -186,13 +163,42 @@ def _quantized_stacks(plan: Plan, full_precision: Collection[str]) -> list[Exper
     return found
 
 
-def _blocks(state: Mapping[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[Block]:
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """A part of a model that one rank compresses and writes.
+
+    :param unquantized: tensors to write as they are
+    """
+
+    unquantized: dict[str, torch.Tensor]
+    layers: list[QuantizedLayer]
+
+    @property
+    def cost(self) -> int:
+        weights = (layer.weight for layer in self.layers)
+        return sum(weight.numel() for weight in weights if weight is not None)
+
+    def compressed(
+        self, qparams: Mapping[str, QParamsDict], weights: Weights
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the tensors that stay as they are, and those of compressed layers."""
+        found: dict[str, torch.Tensor] = {}
+        for layer in self.layers:
+            found |= compressed_layer(layer, qparams, weights)
+        return self.unquantized, found
+
+
+def _blocks(state: Mapping[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[_Block]:
     """Group tensors and layers by the block of the model that they belong to."""
-    blocks: dict[str, Block] = {}
+    blocks: dict[str, _Block] = {}
+
+    def block_of(name: str) -> _Block:
+        return blocks.setdefault(_block_of(name), _Block(unquantized={}, layers=[]))
+
     for name, tensor in state.items():
-        blocks.setdefault(_block_of(name), ({}, []))[0][name] = tensor
+        block_of(name).unquantized[name] = tensor
     for layer in layers:
-        blocks.setdefault(_block_of(f"{layer.name}."), ({}, []))[1].append(layer)
+        block_of(f"{layer.name}.").layers.append(layer)
     return list(blocks.values())
 
 

@@ -1,6 +1,7 @@
 """Saving a calibration as a folder: checkpoint, statistics, recipe, report."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 from inlay import report as report_page
 from inlay.calibration import Calibration
 from inlay.checkpoint.gate import require_servable
-from inlay.checkpoint.writing import help_with_checkpoint, save_checkpoint
+from inlay.checkpoint.writing import save_checkpoint
+from inlay.collectives import from_all_ranks
 from inlay.errors import ConfigurationError
 from inlay.evaluation.compare import compare
 from inlay.evaluation.summary import report_of
@@ -39,8 +41,8 @@ def save(
 ) -> Path:
     """Write everything under a temporary name, and rename the folder when it is complete.
 
-    Over ranks, every rank calls it. The first writes, and compares before and after; the others
-    help it to compress where that pays, and wait for it.
+    Over ranks, every rank calls it, with a folder on a disk that all of them see. Each compresses
+    and writes a part of the checkpoint. Rank 0 compares the model before and after.
 
     :param calibration: a finalized calibration
     :param tokenizer: a tokenizer to write beside the checkpoint
@@ -56,17 +58,7 @@ def save(
     require_servable(statistics.plan, calibration.qparams, accept=accept)
     stages = stages or Stages()
     stages.forget(_WRITING, _COMPARING)  # an earlier save is not part of this one
-    if not is_first():
-        help_with_checkpoint(
-            model,
-            statistics.plan,
-            recipe,
-            calibration.qparams,
-            accept=accept,
-            weights=calibration.weights,
-        )
-        return Path(folder)
-    with new_folder(folder, overwrite=overwrite) as partial:
+    with _folder_of_all(folder, overwrite=overwrite) as partial:
         with stages(_WRITING):
             sizes = save_checkpoint(
                 partial,
@@ -80,6 +72,8 @@ def save(
                 weights=calibration.weights,
                 progress=calibration.show_progress,
             )
+            if not is_first():
+                return Path(folder)
             stored = calibration.stored(model=record.model, data=record.data)
             stored.save(partial / FOLDER_NAME)
             write_atomically(partial / "recipe.yaml", recipe_text(recipe))
@@ -93,3 +87,15 @@ def save(
             write_atomically(partial / "report.json", data.to_json())
             report_page.write(data, partial / "report.html")
     return Path(folder)
+
+
+@contextmanager
+def _folder_of_all(folder: str | Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield one new folder on all ranks. Rank 0 makes it and puts it in its place."""
+    with ExitStack() as stack:
+        own = None
+        if is_first():
+            own = stack.enter_context(new_folder(folder, overwrite=overwrite))
+        found = from_all_ranks(own)[0]
+        assert found is not None
+        yield found

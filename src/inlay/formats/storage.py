@@ -18,22 +18,19 @@ class Storage:
     """How one compression format treats weights.
 
     :param by_rows: whether some rows of a weight compress to these rows of the compressed weight
-    :param is_slow: whether compressing takes much longer than sending the result to another
-        process: about a hundred times for packed FP4, where sharing int8 took 1.2 times as long
     :param loads_as: the dtype that transformers decompresses to, whatever dtype it is asked for;
         None if it follows the model
     :param plain_experts: whether transformers accepts experts in full precision beside it
     """
 
     by_rows: bool = True
-    is_slow: bool = False
     loads_as: torch.dtype | None = None
     plain_experts: bool = False
 
 
 _STORAGE: dict[str, Storage] = {
-    CompressionFormat.nvfp4_pack_quantized.value: Storage(is_slow=True, loads_as=torch.bfloat16),
-    CompressionFormat.mxfp4_pack_quantized.value: Storage(is_slow=True, loads_as=torch.bfloat16),
+    CompressionFormat.nvfp4_pack_quantized.value: Storage(loads_as=torch.bfloat16),
+    CompressionFormat.mxfp4_pack_quantized.value: Storage(loads_as=torch.bfloat16),
     "mxfp6-pack-quantized": Storage(loads_as=torch.bfloat16),  # compressed-tensors 0.20
     CompressionFormat.mxfp8_quantized.value: Storage(loads_as=torch.bfloat16),
     CompressionFormat.pack_quantized.value: Storage(),

@@ -29,7 +29,8 @@ place, moments, equalized = Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv
 import torch
 from families import batch
 from streaming_runs import recipe_of_killed as recipe_of
-from inlay.engine.streamed import activations, journal, parts, worker
+from inlay.checkpoint import shards
+from inlay.engine.streamed import activations, journal, worker
 from inlay.engine.stream import stream
 
 torch.set_num_threads(1)  # before any thread was started, so that children may be forked
@@ -56,8 +57,8 @@ def child(moment, after):
     left = [moment]
     for owner, name in (
         (activations.Activations, "keep"),
-        (parts, "write_tensors"),
-        (parts, "complete_file"),
+        (shards, "write_tensors"),
+        (shards, "complete_file"),
         (worker, "save_qparams"),
         (journal.Journal, "_save"),
         (journal.Journal, "remove"),

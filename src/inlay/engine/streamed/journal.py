@@ -14,7 +14,6 @@ from inlay.collectives import from_all_ranks
 from inlay.engine.resuming import JOURNAL, nothing_to_resume
 from inlay.errors import CheckpointError, ConfigurationError
 from inlay.files import (
-    partial_name,
     remove_partial_files,
     remove_work_folder,
     remove_written,
@@ -84,7 +83,7 @@ class Journal:
         if is_first():
             self._open(resume)
         own = self.written, self.decision, uuid.uuid4().hex[:8]
-        self.written, self.decision, self._writer = from_all_ranks(own)[0]
+        self.written, self.decision, self.writer = from_all_ranks(own)[0]
         self._verify()
 
     def _open(self, resume: bool) -> None:
@@ -106,10 +105,6 @@ class Journal:
     def region_folder(self, number: int) -> Path:
         """Where a region keeps its statistics and qparams."""
         return self.folder / "regions" / f"{number:05d}"
-
-    def partial_name(self, file: Path) -> Path:
-        """Return the name, on all ranks, that a file of the checkpoint has until it is complete."""
-        return partial_name(file, self._writer)
 
     def add(self, written: Written) -> None:
         """Take note that a region is finished. From now on it is never done again."""

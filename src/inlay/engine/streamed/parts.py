@@ -2,8 +2,7 @@
 
 import json
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +14,23 @@ from inlay.calibration import Calibration
 from inlay.checkpoint.contents import Contents
 from inlay.checkpoint.gate import require_servable, require_servable_part
 from inlay.checkpoint.layers import quantized_layers
-from inlay.checkpoint.shards import file_name, size_in_bytes, write_index
-from inlay.checkpoint.shared_shard import Layout, TensorKind, write_tensors
+from inlay.checkpoint.shards import Shard, Shards, name_files, size_in_bytes
 from inlay.checkpoint.writing import finish_checkpoint
-from inlay.collectives import from_all_ranks
 from inlay.engine.streamed.journal import Journal
 from inlay.engine.streamed.regions import Regions
 from inlay.errors import CheckpointError
-from inlay.files import complete_file, naming_failures, new_file
+from inlay.files import new_file
 from inlay.observers import QParamsDict
 from inlay.ranks.division import Part, share
-from inlay.ranks.identity import is_first
-from inlay.ranks.together import meet
 from inlay.recipe import Plan
 
 __all__ = [
     "CheckpointParts",
-    "PartialFile",
     "load_qparams",
     "load_tensors",
     "save_qparams",
     "save_tensors",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartialFile:
-    """A file of a region, into which each rank has written its own tensors.
-
-    :param path: its name when it is complete
-    :param partial: its name until then
-    :param digests: of the tensors that this rank has written
-    """
-
-    path: Path
-    partial: Path
-    layout: Layout
-    digests: Mapping[str, str]
 
 
 class CheckpointParts:
@@ -89,7 +68,7 @@ class CheckpointParts:
 
     def write(
         self, number: int, plan: Plan, own: Plan, qparams: Mapping[str, QParamsDict]
-    ) -> list[PartialFile]:
+    ) -> list[Shard]:
         """Write this rank's tensors of a region whose parameters are in memory.
 
         Every rank calls it. What the files hold does not depend on how many ranks there are.
@@ -99,40 +78,11 @@ class CheckpointParts:
         :return: the files, which are complete when all ranks have written
         """
         tensors = self._own_tensors(number, plan, own, qparams)
-        kinds = {name: TensorKind.of(name, tensor) for name, tensor in tensors.items()}
-        of_all = [kind for of_rank in from_all_ranks(kinds) for kind in of_rank.items()]
-        files = []
-        for index, part in enumerate(_cut(dict(sorted(of_all)), self._max_size)):
-            path = self._journal.checkpoint / f"region-{number:05d}-{index:03d}.safetensors"
-            files.append((path, self._journal.partial_name(path), Layout.of(part)))
-        if is_first():
-            for path, partial, layout in files:
-                with naming_failures(path, partial):
-                    layout.make(partial)
-        meet()  # for the others to find the files
-        written = []
-        for path, partial, layout in files:
-            here = {name: tensors[name] for name in layout.begins if name in tensors}
-            with naming_failures(path, partial):
-                digests = write_tensors(partial, layout, here)
-            written.append(PartialFile(path=path, partial=partial, layout=layout, digests=digests))
-        return written
-
-    @staticmethod
-    def complete(
-        files: Iterable[PartialFile], digests: Mapping[str, str]
-    ) -> dict[str, tuple[int, str]]:
-        """Give the files of a region their names, once all ranks have written.
-
-        :param digests: of all tensors
-        :return: sizes and digests of the files, by name
-        """
-        found = {}
-        for file in files:
-            with naming_failures(file.path, file.partial):
-                complete_file(file.partial, file.path)
-            found[file.path.name] = (file.layout.size, file.layout.digest(digests))
-        return found
+        files = Shards(
+            self._journal.checkpoint, number, self._max_size, writer=self._journal.writer
+        )
+        files.add(tensors, {name: name for name in tensors})
+        return files.close()
 
     def _own_tensors(
         self, number: int, plan: Plan, own: Plan, qparams: Mapping[str, QParamsDict]
@@ -158,20 +108,10 @@ class CheckpointParts:
         """
         calibration, folder = self._calibration, self._journal.checkpoint
         full_precision = require_servable(calibration.plan, qparams, accept=self._accept)
-        names = [name for written in self._journal.written for name in written.files]
-        weight_map: dict[str, str] = {}
-        total = 0
-        for index, name in enumerate(names):
-            final = file_name(index, len(names))
-            if (folder / name).exists():  # otherwise an interrupted run has named it
-                (folder / name).rename(folder / final)
-            with safe_open(folder / final, framework="pt") as opened:
-                weight_map.update(dict.fromkeys(sorted(opened.keys()), final))
-            total += _data_size(folder / final)
         model = calibration.model
-        if len(names) > 1:
-            parameters = sum(parameter.numel() for parameter in model.parameters())
-            write_index(folder, weight_map, parameters=parameters, total_size=total)
+        names = [name for written in self._journal.written for name in written.files]
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        total = name_files(folder, names, parameters=parameters)
         layers = quantized_layers(model, calibration.plan, calibration.recipe, full_precision)
         finish_checkpoint(
             folder,
@@ -231,24 +171,5 @@ def _unreadable(file: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _cut(tensors: Mapping[str, TensorKind], max_size: int) -> Iterator[dict[str, TensorKind]]:
-    part: dict[str, TensorKind] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > max_size:
-            yield part
-            part, size = {}, 0
-        part[name] = tensor
-        size += tensor.nbytes
-    if part:
-        yield part
-
-
 def _module(model: torch.nn.Module, name: str) -> Any:
     return model.get_submodule(name.rpartition(".")[0])
-
-
-def _data_size(file: Path) -> int:
-    """Bytes of the tensors of a file, without its header."""
-    with file.open("rb") as opened:
-        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")

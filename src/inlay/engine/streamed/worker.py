@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from inlay import report as report_page
+from inlay.checkpoint.shards import complete
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.checkpoint.writing import size_of_model
 from inlay.collectives import to_first_rank
@@ -186,7 +187,7 @@ class Worker:
             files = self._parts.write(number, plan, own, qparams)
             shown = self._show(own, qparams) if self._settings.report else None
             compensated = run.weights.take_compensated()
-            digests = {name: found for file in files for name, found in file.digests.items()}
+            digests = _of_all(file.digests for file in files)
             of_ranks = to_first_rank((digests, shown, activations.complete()))
             if not is_first():
                 return
@@ -194,7 +195,9 @@ class Worker:
             self._keep(number, plan, qparams, statistics, all_shown, journal)
             if compensated and run.held_out:  # for the comparison, which runs the blocks again
                 save_tensors(compensated, journal.region_folder(number) / _WEIGHTS)
-            written = self._parts.complete(files, _of_all(all_digests))
+            complete(files)
+            of_tensors = _of_all(all_digests)
+            written = {f.path.name: (f.layout.size, f.layout.digest(of_tensors)) for f in files}
         journal.add(Written(region=region.name, files=written, values=_of_all(checks)))
         if region.stage is not None:
             activations.drop(region.stage)
