@@ -8,6 +8,7 @@ from inlay.passes.fold_qparams import FoldQParams
 from inlay.passes.inline_calls import InlineCalls
 from inlay.passes.insert_observers import InsertObservers
 from inlay.passes.leave_out_padding import LeaveOutPadding
+from inlay.passes.lower_to_kernels import LowerToKernels, kept_from_kernels
 from inlay.passes.outline_repeats import OutlineObservers, OutlineRepeats
 from inlay.passes.prune_unobserved import PruneUnobserved
 from inlay.passes.remove_observers import RemoveObservers
@@ -26,6 +27,7 @@ __all__ = [
     "InlineCalls",
     "InsertObservers",
     "LeaveOutPadding",
+    "LowerToKernels",
     "OutlineObservers",
     "OutlineRepeats",
     "Pass",
@@ -36,6 +38,7 @@ __all__ = [
     "ShareObservers",
     "SpeedUpProducts",
     "UseEqualized",
+    "kept_from_kernels",
 ]
 
 # Turns a traced graph into one that observes.
@@ -55,6 +58,7 @@ FINALIZE: tuple[type[Pass], ...] = (
     FoldQParams,  # reads from the observers which slots share a scale
     UseEqualized,  # after folding, which replaces the weights that are quantized
     RemoveObservers,
+    LowerToKernels,  # last: the other passes look for ops that read a weight; only if compiled
 )
 
 # From a traced graph to one that computes the same and compares its layers with quantized ones.

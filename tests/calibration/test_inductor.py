@@ -12,6 +12,7 @@ from torch import nn
 from inlay import Calibration, Recipe
 from inlay.calibration.decision import Decision
 from inlay.data.batch import on_device_of, varying_sizes
+from inlay.nodes.kernels import missing_kernels
 from inlay.observers import Observer
 from inlay.recipe import make_observer
 
@@ -77,11 +78,14 @@ def test_outputs_are_those_of_the_plain_compiled_model() -> None:
         assert torch.equal(observed(**one).logits, plain)
         calibration.finalize()
         quantized = observed(**one).logits
+        # Elsewhere, the fallback: it is said in either case.
+        assert ("integer kernels compute" in calibration.explain()) == (not missing_kernels("cpu"))
         torch._dynamo.reset()
         exact = Calibration(model, STATIC, compiler="aot_eager")
         exact.observe(**one)
         exact.finalize()
         expected = torch.compile(model, backend=exact.backend)(**one).logits
+        assert "integer kernels" not in exact.explain()
     # A compiler's rounding moves a few values over to the next step of eight bits.
     assert float((quantized - expected).abs().max()) < 0.3 * float((expected - plain).abs().max())
 

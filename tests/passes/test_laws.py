@@ -14,6 +14,7 @@ from inlay import Calibration, Recipe
 from inlay.graph import MAIN, PaddingMask, observes
 from inlay.padding.layouts import Layouts
 from inlay.passes import (
+    FINALIZE,
     Annotate,
     CompareLayers,
     FindEqualizable,
@@ -21,6 +22,7 @@ from inlay.passes import (
     InlineCalls,
     InsertObservers,
     LeaveOutPadding,
+    LowerToKernels,
     OutlineObservers,
     OutlineRepeats,
     Pass,
@@ -100,6 +102,7 @@ ON_GENERATED = [
     PassSubject(MINMAX, after=SHARED),
     PassSubject(FoldQParams, after=SHARED),
     PassSubject(RemoveObservers(), after=SHARED),
+    PassSubject(LowerToKernels, after=(*SHARED, FoldQParams, RemoveObservers)),
     PassSubject(CompareLayers, after=(InlineCalls, Annotate)),
     PassSubject(FindEqualizable, after=(InlineCalls, Annotate), recipe=EQUALIZED),
     PassSubject(UseEqualized, after=SHARED),
@@ -128,6 +131,12 @@ def documented() -> list[PassSubject]:
             FoldQParams(qparams=QPARAMS), example=shown(ONE, STATIC, Annotate, InsertObservers)
         ),
         PassSubject(RemoveObservers(), example=shown(ONE, STATIC, Annotate, InsertObservers)),
+        PassSubject(
+            LowerToKernels(qparams=QPARAMS),
+            example=Pipeline.of(FINALIZE[:-1], qparams=QPARAMS)(
+                shown(ONE, STATIC, Annotate, InsertObservers)
+            ).graph_module,
+        ),
         PassSubject(CompareLayers(qparams=QPARAMS), example=shown(ONE, STATIC, Annotate)),
         PassSubject(SpeedUpProducts(smallest=1), example=shown(ONE, STATIC)),
     ]

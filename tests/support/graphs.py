@@ -7,11 +7,18 @@ from torch import nn
 from torch.fx import GraphModule
 
 from inlay.graph import SlotInput, bind, format_graph, slot_inputs
-from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
 from inlay.passes import Annotate, InsertObservers, Pass, Pipeline, ShareObservers
 from inlay.recipe import Plan
-from inlay.testing.graphs import STATIC, TRACERS, dynamo_graph, inputs_for, qparams_of, trace
+from inlay.testing.graphs import (
+    STATIC,
+    TRACERS,
+    constant_of,
+    dynamo_graph,
+    inputs_for,
+    qparams_of,
+    trace,
+)
 
 __all__ = [
     "STATIC",
@@ -58,10 +65,11 @@ def with_constants(
     """A folded graph with its scales and folded weights as constants."""
 
     def constant(what: SlotInput) -> torch.Tensor:
-        if what.key != "folded":
+        if what.key in qparams[what.slot]:
             return qparams[what.slot][what.key]
         slot = plan.slots[what.slot]
-        return fold_weight(model.get_submodule(slot.module).weight, slot.args, qparams[slot.name])
+        weight = model.get_submodule(slot.module).weight
+        return constant_of(weight, slot.args, qparams[slot.name], what.key)
 
     return bind(gm, {what: constant(what) for what in slot_inputs(gm.graph).values()})
 

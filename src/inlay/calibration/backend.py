@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -51,7 +52,8 @@ class Backend:
         auto: Auto | None = None,
     ) -> None:
         self._bindings = weakref.ref(bindings, self._forget)
-        self.pipelines = pipelines
+        # Only Inductor fuses what stands around a kernel; others compute quantize-dequantize.
+        self.pipelines = replace(pipelines, kernels=compiler == "inductor")
         self.compiler = compiler
         self._auto = auto
         self.graphs: list[CompiledGraph] = []
@@ -80,9 +82,10 @@ class Backend:
 
     @contextmanager
     def lent(self, bindings: Bindings, pipelines: Pipelines) -> Iterator[None]:
-        """Run the graphs that are traced already for another purpose, op by op, for a while."""
+        """Run the graphs that are traced already for another purpose, eagerly, for a while."""
         own = self._bindings, self.pipelines, self.compiler
-        self._bindings, self.pipelines, self.compiler = weakref.ref(bindings), pipelines, "eager"
+        self._bindings, self.compiler = weakref.ref(bindings), "eager"
+        self.pipelines = replace(pipelines, kernels=False)
         try:
             yield
         finally:

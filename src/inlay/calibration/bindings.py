@@ -19,6 +19,7 @@ from inlay.graph import (
 )
 from inlay.nodes.compare_layer import POWERS
 from inlay.nodes.experts import ObserveExperts
+from inlay.nodes.kernels import column_sums
 from inlay.nodes.observe import Observe
 from inlay.padding.of_batch import Padding
 from inlay.recipe import Slot
@@ -69,7 +70,7 @@ class Bindings:
         return self.layer_errors[slot.module]
 
     def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
-        """A qparam of a slot, or its folded weight."""
+        """A qparam of a slot, or its weight: folded, as integers, or the sums of these."""
         assert self.statistics.qparams is not None
         plan = self.statistics.plan
         if slot.module in plan.stacks:
@@ -79,6 +80,9 @@ class Bindings:
         qparams = self.statistics.qparams[slot.name]
         if key == "folded":
             return self.weights.folded(slot, qparams)
+        if key in ("integers", "sums"):
+            integers = self.weights.integers(slot, qparams)
+            return integers if key == "integers" else column_sums(integers)
         value = qparams[key]  # type: ignore[literal-required]
         assert isinstance(value, torch.Tensor)
         return value

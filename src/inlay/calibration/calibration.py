@@ -15,7 +15,7 @@ from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.decision import Auto, Savings
-from inlay.calibration.explain import explain, padding_problem
+from inlay.calibration.explain import explain, kernels_in_words, padding_problem
 from inlay.calibration.pipelines import Pipelines
 from inlay.calibration.running import Rerun, evaluating, run_apart, run_for_statistics, running
 from inlay.calibration.tracing import Strategies, by_name, without_cache
@@ -391,7 +391,7 @@ class Calibration:
 
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
-        running = [*self.tracing, *self.tiers]
+        running = [*self.tracing, *self.tiers, *kernels_in_words(self._backend)]
         equalized = self.equalization.described()
         return explain(self.statistics, self.graphs, running, equalized, self.agreement)
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
@@ -14,15 +14,21 @@ from inlay.graph import (
     format_graph,
     inputs_of,
     module_path,
+    slots_of,
     tensor_of,
 )
+from inlay.nodes.kernels import integer_linear
 from inlay.nodes.observe import Observe
+from inlay.passes import kept_from_kernels
 from inlay.recipe import Plan, Slot
 from inlay.recipe.describe import format_in_words, left_in_words
 from inlay.run_record import Agreement
 from inlay.statistics.by_slot import StatisticsBySlot
 
-__all__ = ["dropout_in", "explain", "padding_problem"]
+if TYPE_CHECKING:
+    from inlay.calibration.backend import Backend
+
+__all__ = ["dropout_in", "explain", "kernels_in_words", "padding_problem"]
 
 
 def explain(
@@ -67,6 +73,29 @@ def explain(
     if not graphs:
         parts.append("no graph yet: run a batch through the compiled model")
     return "\n\n".join(parts)
+
+
+def kernels_in_words(backend: "Backend") -> list[str]:
+    """Say which layers of finalized graphs multiply integers, and why others do not.
+
+    Of blocks with one graph, the first is named.
+    """
+    if not backend.pipelines.kernels or not backend.bindings.statistics.is_final:
+        return []
+    lowered: set[str] = set()
+    kept: dict[str, list[str]] = {}
+    for gm in (
+        variant.graph_module for graph in backend.graphs for variant in graph.variants.values()
+    ):
+        on_kernels = (node for node in gm.graph.nodes if node.target is integer_linear)
+        lowered.update(slots_of(node)["weight"].module for node in on_kernels)
+        for node, reason in kept_from_kernels(gm):
+            kept.setdefault(reason, []).append(slots_of(node)["weight"].module)
+    described = [f"integer kernels compute {', '.join(sorted(lowered))}"] if lowered else []
+    for reason, modules in sorted(kept.items()):
+        named = ", ".join(sorted(set(modules)))
+        described.append(f"quantize-dequantize computes {named}: {reason}")
+    return described
 
 
 def padding_problem(graphs: Iterable[CompiledGraph]) -> str | None:

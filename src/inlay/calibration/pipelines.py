@@ -15,6 +15,7 @@ from inlay.passes import (
     FindEqualizable,
     InsertObservers,
     LeaveOutPadding,
+    LowerToKernels,
     OutlineRepeats,
     PruneUnobserved,
     UseEqualized,
@@ -36,6 +37,8 @@ class Pipelines:
     :param count_padding: whether padding tokens count
     :param compare_layers: whether finalized graphs compare their layers instead of quantizing them
     :param plain: whether graphs are left as they were traced, in every phase
+    :param kernels: whether finalized graphs multiply integers where they can, instead of
+        quantizing and dequantizing
     """
 
     plan: Plan
@@ -44,6 +47,7 @@ class Pipelines:
     count_padding: bool = False
     compare_layers: bool = False
     plain: bool = False
+    kernels: bool = False
 
     @property
     def purpose(self) -> Purpose:
@@ -88,7 +92,8 @@ class Pipelines:
                 COMPARE, plan=self.plan, qparams=qparams, equalized=equalized, layouts=layouts
             )
         left_out = (OutlineRepeats, PruneUnobserved, LeaveOutPadding, FindEqualizable)
-        folding = Pipeline.of(FINALIZE, qparams=qparams, equalized=equalized)
+        steps = [step for step in FINALIZE if self.kernels or step is not LowerToKernels]
+        folding = Pipeline.of(steps, qparams=qparams, equalized=equalized)
         return Pipeline((*self._without(*left_out).passes, *folding.passes))
 
     def cutting(self) -> Pipeline:

@@ -49,7 +49,7 @@ def _line(node: Node) -> str:
 def _is_hidden(value: Any) -> bool:
     """Whether an argument is state or a scale, of which there are many; weights show."""
     what = slot_input(value)
-    return what is not None and what.key not in ("folded", "equalized")
+    return what is not None and what.key not in ("folded", "integers", "equalized")
 
 
 def _argument(value: Any) -> str:

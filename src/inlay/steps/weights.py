@@ -8,6 +8,7 @@ from torch import nn
 
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import StatisticsError
+from inlay.nodes.kernels import integer_weight
 from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
@@ -35,6 +36,7 @@ class Weights:
         self._plan = plan
         self.equalized = equalized
         self._folded: dict[str, torch.Tensor] = {}
+        self._integers: dict[str, torch.Tensor] = {}
         self.compensated: MutableMapping[str, torch.Tensor] = {}
 
     def current(self, slot: Slot) -> torch.Tensor:
@@ -72,6 +74,14 @@ class Weights:
             self._folded[slot.name] = fold_weight(self.current(slot), slot.args, qparams)
         return self._folded[slot.name]
 
+    def integers(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
+        """The weight of a slot as it is stored, made when first asked for."""
+        if slot.name not in self._integers:
+            scale = qparams["scale"]
+            assert scale is not None
+            self._integers[slot.name] = integer_weight(self.current(slot), scale, slot.args)
+        return self._integers[slot.name]
+
     def folded_stack(self, stack: ExpertStack, qparams: Mapping[str, QParamsDict]) -> torch.Tensor:
         """A parameter with the weights of many experts, each as the quantized model sees it."""
         if stack.name not in self._folded:
@@ -88,13 +98,15 @@ class Weights:
         return fold_weight(self.current(slot), slot.args, qparams) if known is None else known
 
     def forget_folded(self) -> None:
-        """Drop the folded weights that are kept."""
+        """Drop the quantized weights that are kept."""
         self._folded.clear()
+        self._integers.clear()
 
     def with_own_cache(self) -> "Weights":
         """The same weights, with a cache of folded ones that goes when this goes."""
         copied = object.__new__(Weights)
         copied._modules, copied._folded = self._modules, dict(self._folded)
+        copied._integers = dict(self._integers)
         copied.equalized, copied._plan = self.equalized, self._plan
         copied.compensated = self.compensated
         return copied

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import strategies as st
 from torch import nn
 from torch.fx import GraphModule, Node, symbolic_trace
@@ -25,6 +26,7 @@ from inlay.graph import (
     slot_inputs,
     tensor_of,
 )
+from inlay.nodes.kernels import column_sums, integer_weight
 from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
 from inlay.padding.layouts import Layouts
@@ -36,6 +38,7 @@ __all__ = [
     "TRACERS",
     "GraphCase",
     "Snapshot",
+    "constant_of",
     "dynamo_graph",
     "graphs",
     "inputs_for",
@@ -171,13 +174,13 @@ class GraphCase:
         if what.key == "equalized":
             return self.configuration["equalized"].named(what.slot)
         qparams = self.configuration["qparams"].get(what.slot)
-        if qparams is None or what.key not in ("folded", *qparams):
+        if qparams is None or what.key not in ("folded", "integers", "sums", *qparams):
             return value
-        if what.key != "folded":
+        if what.key in qparams:
             return qparams[what.key]
         slot = self.plan.slots[what.slot]
         layer: Any = self.module.get_submodule(slot.module)
-        return fold_weight(layer.weight, slot.args, qparams)
+        return constant_of(layer.weight, slot.args, qparams, what.key)
 
     def __str__(self) -> str:
         if self.how is None:
@@ -190,6 +193,16 @@ class GraphCase:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text("…")  # Hypothesis repeats it after the message, which has it already
+
+
+def constant_of(
+    weight: torch.Tensor, args: QuantizationArgs, qparams: QParamsDict, key: str
+) -> torch.Tensor:
+    """Return what an input stands for that passes put in place of a weight."""
+    if key == "folded":
+        return fold_weight(weight, args, qparams)
+    integers = integer_weight(weight, qparams["scale"], args)
+    return column_sums(integers) if key == "sums" else integers
 
 
 def _scaled(model: nn.Module, linears: Mapping[str, nn.Linear]) -> EqualizedParameters:

@@ -1,5 +1,6 @@
 """Private parts of torch: ops, and how they are called."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +18,8 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "aten_name",
+    "has_integer_product",
+    "integer_product",
     "is_grouped_product",
     "onednn_linear",
     "set_autocast",
@@ -85,6 +88,27 @@ def onednn_linear(
     """
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return result
+
+
+def has_integer_product() -> bool:
+    """Return whether torch can multiply int8 matrices into int32. torch 2.0."""
+    return hasattr(torch, "_int_mm")
+
+
+def integer_product(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply int8 values by an int8 weight into int32, exactly, as `F.linear` does.
+
+    The op reads wrong memory if a single row has another stride than its length, which neither
+    `reshape` nor `contiguous` guarantees. For a single column it returns wrong numbers.
+
+    torch 2.0; public ops for quantized tensors want weights packed for one processor.
+
+    :param value: just computed, so that its elements are next to each other
+    """
+    *lead, length = value.shape
+    is_row = math.prod(lead) == 1
+    rows = value.as_strided((1, length), (length, 1)) if is_row else value.reshape(-1, length)
+    return torch._int_mm(rows, weight.t()).reshape(*lead, len(weight))
 
 
 def set_grad_enabled() -> Callable[..., Any]:
