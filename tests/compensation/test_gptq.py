@@ -196,7 +196,7 @@ def test_the_factor_inverts_the_damped_hessian(problem: Any) -> None:
     damped = hessians.double() + torch.diag_embed(
         (found.damping * diagonal.mean(-1)).unsqueeze(-1).expand_as(diagonal)
     )
-    identity = found.upper.transpose(1, 2) @ found.upper @ damped
+    identity = found.lower.transpose(1, 2) @ found.lower @ damped
     assert not bool(found.failed.any())
     torch.testing.assert_close(
         identity, torch.eye(COLUMNS).double().expand_as(identity), rtol=0, atol=1e-6

@@ -3,9 +3,8 @@ import torch
 from graphs import Functional, inputs_for, ops, trace
 from torch import nn
 
-from inlay import Calibration, Recipe
+from inlay import Calibration, Recipe, products
 from inlay.calibration import decision
-from inlay.nodes import fast_linear as products
 from inlay.nodes.fast_linear import fast_linear
 from inlay.passes import SpeedUpProducts
 

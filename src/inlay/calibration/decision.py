@@ -13,8 +13,9 @@ import torch
 from torch.fx import GraphModule
 
 from inlay.collectives import from_all_ranks
-from inlay.nodes.fast_linear import fast_linear, onednn_is_faster
+from inlay.nodes.fast_linear import fast_linear
 from inlay.passes import OutlineObservers, SpeedUpProducts
+from inlay.products import onednn_is_faster
 from inlay.ranges.args import key_of
 from inlay.recipe import Plan
 

@@ -6,11 +6,12 @@ import torch
 
 from inlay.compensation.factor import Factors, factorize
 from inlay.compensation.grid import Grid
+from inlay.products import product
 
 __all__ = ["Compensated", "compensate", "output_errors"]
 
-# Columns rounded before their errors reach the columns after them in one product.
-_BLOCK = 128
+# Columns rounded before their errors reach the other columns in one product.
+_BLOCK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +53,14 @@ def compensate(
     """
     wide = weights.detach().to(torch.float32)
     hessians = hessians.to(torch.float32)
-    order = torch.argsort(
-        torch.diagonal(hessians, dim1=-2, dim2=-1), dim=-1, descending=True, stable=True
-    )
-    reordered = torch.take_along_dim(hessians, order.unsqueeze(-1), -2)
-    reordered = torch.take_along_dim(reordered, order.unsqueeze(-2), -1)
-    factors = factorize(reordered, damping)
-    del reordered
-    columns = torch.take_along_dim(wide.transpose(1, 2), order.unsqueeze(-1), 1)
+    energy = torch.diagonal(hessians, dim1=-2, dim2=-1)
+    # Reversed, because the columns are rounded from the last to the first.
+    order = torch.argsort(energy, dim=-1, descending=True, stable=True).flip(-1)
+    factors = factorize(_reordered(hessians, order), damping)
+    columns = torch.stack([w.T.index_select(0, own) for w, own in zip(wide, order, strict=True)])
     found = _solved(columns, factors, grid.reordered(order))
     back = torch.argsort(order, dim=-1)
-    solved = torch.take_along_dim(found, back.unsqueeze(-1), 1).transpose(1, 2)
+    solved = torch.stack([w.index_select(0, own).T for w, own in zip(found, back, strict=True)])
     nearest = grid.rounded(wide.transpose(1, 2), slice(None)).transpose(1, 2)
     before = output_errors(nearest - wide, hessians)
     after = output_errors(solved - wide, hessians)
@@ -85,28 +83,39 @@ def output_errors(difference: torch.Tensor, hessians: torch.Tensor) -> torch.Ten
 
     :param difference: of weights, of shape (batch, rows, columns)
     """
-    return (torch.bmm(difference, hessians) * difference).sum(-1)
+    pairs = zip(difference, hessians, strict=True)
+    return torch.stack([(product(own, hessian) * own).sum(-1) for own, hessian in pairs])
+
+
+def _reordered(hessians: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return symmetric matrices with rows and columns in another order."""
+    pairs = zip(hessians, order, strict=True)
+    # Rows are copied much faster than columns.
+    return torch.stack(
+        [hessian.index_select(0, own).T.contiguous().index_select(0, own) for hessian, own in pairs]
+    )
 
 
 def _solved(columns: torch.Tensor, factors: Factors, grid: Grid) -> torch.Tensor:
-    """Round columns one by one, in the order they are in.
+    """Round columns one by one, from the last to the first.
 
     :param columns: of shape (batch, columns, rows), so that each column is contiguous; overwritten
     """
-    count, upper = columns.shape[1], factors.upper
-    diagonal = torch.diagonal(upper, dim1=-2, dim2=-1)
+    lower = factors.lower
+    diagonal = torch.diagonal(lower, dim1=-2, dim2=-1)
     result = torch.empty_like(columns)
-    for start in range(0, count, _BLOCK):
-        end = min(start + _BLOCK, count)
+    for end in range(columns.shape[1], 0, -_BLOCK):
+        start = max(0, end - _BLOCK)
         errors = torch.empty_like(columns[:, start:end])
-        for index in range(start, end):
-            value, place = columns[:, index], index - start
-            if place:  # the errors of this block so far, in one product
-                known = upper[:, start:index, index].unsqueeze(1)
-                value = value - torch.bmm(known, errors[:, :place]).squeeze(1)
+        for index in reversed(range(start, end)):
+            value, later = columns[:, index], index + 1
+            if later < end:  # the errors of this block so far, in one product
+                known = lower[:, later:end, index].unsqueeze(1)
+                value = value - torch.bmm(known, errors[:, later - start :]).squeeze(1)
             rounded = grid.rounded(value, index)
             result[:, index] = rounded
-            errors[:, place] = (value - rounded) / diagonal[:, index].unsqueeze(-1)
-        if end < count:
-            columns[:, end:] -= torch.bmm(upper[:, start:end, end:].transpose(1, 2), errors)
+            errors[:, index - start] = (value - rounded) / diagonal[:, index].unsqueeze(-1)
+        if start:
+            for own, factor, error in zip(columns, lower, errors, strict=True):
+                own[:start] -= product(factor[start:end, :start].T, error.T)
     return result

@@ -77,12 +77,13 @@ class Grid:
 
     def reordered(self, order: torch.Tensor) -> "Grid":
         """Return the grid of weights whose columns are taken in another order."""
-        index = order.unsqueeze(-1)
-        return Grid(
-            self.args,
-            torch.take_along_dim(self.scale, index, 1),
-            None if self.zero_point is None else torch.take_along_dim(self.zero_point, index, 1),
-        )
+
+        def taken(qparam: torch.Tensor) -> torch.Tensor:
+            pairs = zip(qparam, order, strict=True)
+            return torch.stack([each.index_select(0, own) for each, own in pairs])
+
+        zero_point = None if self.zero_point is None else taken(self.zero_point)
+        return Grid(self.args, taken(self.scale), zero_point)
 
     def rounded(self, values: torch.Tensor, columns: int | slice) -> torch.Tensor:
         """Round some columns, of shape (batch, [columns,] rows), to the grid."""

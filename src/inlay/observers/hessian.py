@@ -8,6 +8,7 @@ from torch import distributed as dist
 
 from inlay.observers.kwargs import Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
+from inlay.products import product
 
 __all__ = ["HessianObserver"]
 
@@ -29,14 +30,8 @@ class HessianObserver(MeasuringObserver):
         raise NotImplementedError("a Hessian is that of a module's input")
 
     def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
-        rows = _rows(x, valid)
-        return {"hessian": rows.T @ rows}
-
-    def follow_input(
-        self, before: Mapping[str, torch.Tensor], x: torch.Tensor, valid: torch.Tensor | None = None
-    ) -> Tensors:
-        rows = _rows(x, valid)
-        return {"hessian": torch.addmm(before["hessian"], rows.T, rows)}
+        columns = _columns(x, valid)
+        return {"hessian": product(columns, columns)}
 
     @classmethod
     def divide_input(cls, statistics: Mapping[str, torch.Tensor], scales: torch.Tensor) -> Tensors:
@@ -45,6 +40,7 @@ class HessianObserver(MeasuringObserver):
         return {**statistics, "hessian": hessian / own / own.unsqueeze(-1)}
 
 
-def _rows(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+def _columns(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """Return the channels of x in float32, each over all tokens; padding tokens are zero."""
     rows = x.reshape(-1, x.size(-1)).to(torch.float32)
-    return rows if valid is None else torch.where(valid.unsqueeze(-1), rows, 0)
+    return (rows if valid is None else torch.where(valid.unsqueeze(-1), rows, 0)).T

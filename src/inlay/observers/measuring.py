@@ -45,12 +45,6 @@ class MeasuringObserver(Observer):
         """
         raise NotImplementedError
 
-    def follow_input(
-        self, before: Mapping[str, torch.Tensor], x: torch.Tensor, valid: torch.Tensor | None = None
-    ) -> Tensors:
-        """Compute the statistics after one more input of the module from those before it."""
-        return self.follow(before, self.measure_input(x, valid))
-
     def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
         """Compute the statistics of each part of a value alone, along a first dimension.
 

@@ -226,8 +226,6 @@ class Rule:
     ) -> Tensors:
         """Compute the statistics after a value that is not the first."""
         if isinstance(self.observer, MeasuringObserver) and self.measures:
-            if self.slot.watches_input:
-                return self.observer.follow_input(before, value, valid)
             return self.observer.follow(before, self.measure(value, valid))
         return self._shadowed(before, value, valid)
 
