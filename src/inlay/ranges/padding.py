@@ -2,6 +2,8 @@
 
 import torch
 
+from inlay.ranges.parts import beside
+
 __all__ = ["as_weights", "fill_invalid"]
 
 
@@ -14,13 +16,9 @@ def fill_invalid(observed: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     :param valid: of shape (num_observations,), at least one of them true
     """
     first = observed.index_select(0, valid.to(torch.int8).argmax(0, keepdim=True))
-    return torch.where(_beside(valid, observed), observed, first)
+    return torch.where(beside(valid, observed), observed, first)
 
 
 def as_weights(valid: torch.Tensor, observed: torch.Tensor) -> torch.Tensor:
     """Return 1 for valid observations and 0 for others, to be multiplied with `observed`."""
-    return _beside(valid, observed).to(torch.promote_types(observed.dtype, torch.float32))
-
-
-def _beside(valid: torch.Tensor, observed: torch.Tensor) -> torch.Tensor:
-    return valid.reshape(-1, *[1] * (observed.ndim - 1))
+    return beside(valid, observed).to(torch.promote_types(observed.dtype, torch.float32))
