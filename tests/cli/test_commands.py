@@ -435,7 +435,32 @@ def test_presets_of_few_bits_take_the_best_method(
     recipe = runs.calls[0][0][1]
     (scheme,) = recipe.config.config_groups.values()
     assert (scheme.weights.observer, recipe.gptq) == (observer, gptq)
-    assert ("GPTQ (damping 0.01)" if gptq else "rounded to nearest") in shown
+    assert ("GPTQ (damping 0.05)" if gptq else "rounded to nearest") in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "observer", "equalize"),
+    [
+        ([], "static_minmax", "auto"),
+        (["--equalize", "0.3"], "static_minmax", 0.3),
+        (["--observer", "input=histogram"], "histogram", None),
+        (["--method", "plain"], None, None),
+    ],
+)
+def test_static_inputs_are_equalized_by_the_best_method(
+    options: list[str],
+    observer: str | None,
+    equalize: Any,
+    folder: Path,
+    texts: Path,
+    tmp_path: Path,
+    runs: Runs,
+) -> None:
+    common = ("--scheme", "W8A8_STATIC", "--data", texts, "--out", tmp_path / "out")
+    succeeds("calibrate", folder, *common, *options)
+    recipe = runs.calls[0][0][1]
+    (scheme,) = recipe.config.config_groups.values()
+    assert (scheme.input_activations.observer, recipe.equalize) == (observer, equalize)
 
 
 def test_calibrate_says_nothing_when_asked_to(

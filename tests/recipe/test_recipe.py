@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from families import gpt2, llama
 from torch import nn
 
 from inlay import ConfigurationError, Recipe
+from inlay.compensation.settings import GPTQ
 from inlay.recipe import Plan, preset_names
 
 SEED_RECIPE = """
@@ -286,3 +288,20 @@ def test_kv_cache_needs_attention() -> None:
     plan = Plan(llama(), recipe)
     assert {"model.layers.0.self_attn.k", "model.layers.0.self_attn.v"} <= set(plan.slots)
     assert "model.layers.0.self_attn.q" not in plan.slots
+
+
+def test_presets_take_the_method_of_the_command_line() -> None:
+    def chosen(name: str, **options: Any) -> tuple[Any, ...]:
+        recipe = Recipe.from_preset(name, **options)
+        (scheme,) = recipe.config.config_groups.values()
+        inputs = scheme.input_activations
+        return scheme.weights.observer, inputs and inputs.observer, recipe.gptq, recipe.equalize
+
+    assert chosen("W4A16", method="best") == ("imatrix_mse", None, GPTQ(), None)
+    assert chosen("W4A16", method="plain") == chosen("W4A16") == (None, None, None, None)
+    assert chosen("W8A8_STATIC", method="best") == (None, "static_minmax", None, "auto")
+    assert chosen("W8A8", method="best") == chosen("W8A8")  # its inputs are dynamic
+    named = {"observer": "minmax"}
+    assert chosen("W8A8_STATIC", method="best", inputs=named) == (None, "minmax", None, None)
+    with pytest.raises(ConfigurationError, match="no method 'good'; use one of best, plain"):
+        chosen("W4A16", method="good")

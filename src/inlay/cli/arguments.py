@@ -176,9 +176,9 @@ MethodOption = Annotated[
     MethodName,
     typer.Option(
         "--method",
-        help="How a scheme rounds weights of 4 bits or fewer: the [b]best[/b] way measured (GPTQ "
-        "with data, the range with the smallest error without), or [b]plain[/b], as llm-compressor "
-        "does by default.",
+        help="How a scheme quantizes: [b]best[/b] (weights of 4 bits or fewer by GPTQ, or without "
+        "data by the range with the smallest error; static integer inputs equalized), or "
+        "[b]plain[/b], as llm-compressor does by default. An observer that you name stays.",
         rich_help_panel=QUANTIZATION,
     ),
 ]

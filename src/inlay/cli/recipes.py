@@ -118,13 +118,11 @@ class Wanted:
 
     def _with_best_method(self, recipe: "Recipe", model: "nn.Module") -> "Recipe":
         from inlay.recipe.experts import experts_in_one_parameter
-        from inlay.recipe.presets import with_best_method
 
         # Few texts reach all experts, and a Hessian for each takes much memory.
         has_experts = any(True for _ in experts_in_one_parameter(model))
         has_data = self.has_data and (self.gptq or not has_experts)
-        config, gptq = with_best_method(recipe.config, recipe.gptq, has_data=has_data)
-        return replace(recipe, config=config, gptq=gptq)
+        return recipe.with_best_method(has_data=has_data)
 
     def _options(self) -> dict[str, Any]:
         """Return what a recipe has besides its config: as started from, with the changes wanted."""

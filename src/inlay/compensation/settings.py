@@ -15,12 +15,13 @@ class GPTQ:
     """How the rounding errors of weights are compensated.
 
     :param damping: added to the diagonal of each Hessian, relative to its mean; more trusts the
-        calibration data less
+        calibration data less. Hessians are those of the unquantized model, and damping also covers
+        the errors that earlier layers add to inputs, so it is larger than llm-compressor's 0.01
     :param keep_hessians: keep the Hessians with the statistics, so that `requantize` can use them;
         they take as much space as the weights, or more
     """
 
-    damping: float = 0.01
+    damping: float = 0.05
     keep_hessians: bool = False
 
     def __post_init__(self) -> None:
@@ -35,6 +36,11 @@ class GPTQ:
             raise ConfigurationError(
                 f"gptq: keep_hessians must be true or false, not {self.keep_hessians!r}"
             )
+
+    @classmethod
+    def of_llmcompressor(cls, dampening_frac: float | None) -> "GPTQ":
+        """Read the setting of a GPTQModifier, with its default."""
+        return cls(damping=0.01 if dampening_frac is None else dampening_frac)
 
     @classmethod
     def of(cls, wanted: Any) -> "GPTQ | None":

@@ -24,8 +24,7 @@ def settings_of(modifiers: Iterable[Modifier]) -> GPTQ | None:
     """Return the settings of a GPTQModifier, which runs without others; None without one."""
     for modifier in modifiers:
         if isinstance(modifier, GPTQModifier):
-            damping = modifier.dampening_frac
-            return GPTQ() if damping is None else GPTQ(damping=damping)
+            return GPTQ.of_llmcompressor(modifier.dampening_frac)
     return None
 
 

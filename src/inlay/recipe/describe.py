@@ -62,7 +62,7 @@ def scheme_in_words(config: QuantizationConfig) -> str:
 
 
 def method_in_words(recipe: Recipe) -> str:
-    """Say how weights are rounded, such as "GPTQ (damping 0.01), ranges by imatrix_mse"."""
+    """Say how weights are rounded, such as "GPTQ (damping 0.05), ranges by imatrix_mse"."""
     weights = [scheme.weights for scheme in recipe.config.config_groups.values()]
     named = [str(args.observer or default_observer("weight")) for args in weights if args]
     observers = ", ".join(dict.fromkeys(named)) or "none are quantized"

@@ -6,6 +6,7 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
 
+from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError
 from inlay.recipe.presets import checked, names_of, preset, require_known
 
@@ -93,8 +94,7 @@ def _gptq(fields: dict[str, Any], place: str) -> dict[str, Any]:
             f"GPTQModifier in {place} asks for actorder {own['actorder']!r}; Inlay orders columns "
             "statically. Remove the line, or set it to static"
         )
-    damping = own.get("dampening_frac")
-    return {} if damping is None else {"damping": damping}
+    return {"damping": GPTQ.of_llmcompressor(own.get("dampening_frac")).damping}
 
 
 def _strength(fields: Mapping[str, Any] | None, place: str) -> Any:

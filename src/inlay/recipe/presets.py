@@ -9,6 +9,7 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     QuantizationStrategy,
+    QuantizationType,
     is_preset_scheme,
     preset_name_to_scheme,
 )
@@ -23,11 +24,12 @@ __all__ = [
     "Overrides",
     "change",
     "checked",
+    "has_static_inputs",
     "names_of",
     "preset",
     "preset_names",
     "require_known",
-    "with_best_method",
+    "with_best_rounding",
 ]
 
 # compressed-tensors has no preset for static int8 activations.
@@ -40,8 +42,8 @@ _OWN_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 Method = Literal["best", "plain"]
 METHODS: dict[Method, str] = {
-    "best": "the one with the smallest loss in `make bench`, part four_bits",
-    "plain": "llm-compressor's default: round to nearest within the range of each scale",
+    "best": "GPTQ for weights of few bits, and equalized inputs for static integers",
+    "plain": "llm-compressor's defaults: observers without search, and rounding to nearest",
 }
 # Weights of more bits lose next to nothing when they are rounded to nearest.
 _FEW_BITS = 4
@@ -69,7 +71,7 @@ def preset(name: str, targets: list[str]) -> QuantizationScheme:
     return preset_name_to_scheme(name, targets)
 
 
-def with_best_method(
+def with_best_rounding(
     config: QuantizationConfig, gptq: GPTQ | None, *, has_data: bool
 ) -> tuple[QuantizationConfig, GPTQ | None]:
     """Choose the best method for weights of few bits whose observer nobody named.
@@ -92,6 +94,18 @@ def with_best_method(
     if not found:
         return config, gptq
     return changed, gptq or (GPTQ() if has_data else None)
+
+
+def has_static_inputs(scheme: QuantizationScheme) -> bool:
+    """Whether inputs are quantized to integers with one static scale, by an unnamed observer."""
+    args: QuantizationArgs | None = scheme.input_activations
+    return (
+        args is not None
+        and args.observer is None
+        and args.dynamic is False
+        and args.type == QuantizationType.INT
+        and args.strategy == QuantizationStrategy.TENSOR
+    )
 
 
 def change(

@@ -1,7 +1,7 @@
 """The recipe, which says what to quantize and how."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +18,17 @@ from inlay.formats.numbers import format_of
 from inlay.formats.storage import require_storable
 from inlay.recipe.llmcompressor_yaml import config_of_modifiers, find_modifiers
 from inlay.recipe.presets import (
+    METHODS,
+    Method,
     Overrides,
     change,
     checked,
+    has_static_inputs,
     names_of,
     preset,
     preset_names,
     require_known,
+    with_best_rounding,
 )
 from inlay.recipe.slot import make_observer
 
@@ -103,6 +107,7 @@ class Recipe:
         equalize: Strength | None = None,
         experts: Experts = "routed",
         gptq: GPTQ | Mapping[str, Any] | bool | None = None,
+        method: Method = "plain",
     ) -> "Recipe":
         """Make a recipe from a preset of compressed-tensors, or `W8A8_STATIC`, with changes.
 
@@ -115,7 +120,13 @@ class Recipe:
         :param equalize: see `Recipe`
         :param experts: see `Recipe`
         :param gptq: see `Recipe`; true for the default settings, or a mapping of settings
+        :param method: "plain" keeps llm-compressor's defaults where no observer is named; "best"
+            chooses as `inlay calibrate --data` does, see `with_best_method`
         """
+        if method not in METHODS:
+            raise ConfigurationError(
+                f"there is no method {method!r}; use one of {', '.join(METHODS)}"
+            )
         scheme = preset(name, names_of(targets, "targets"))
         changes = {"weights": weights, "inputs": inputs, "outputs": outputs}
         parts = {
@@ -125,7 +136,7 @@ class Recipe:
         named = {_PARTS[part] for part, wanted in changes.items() if _names_observer(wanted)}
         of_preset = {part for part in parts if getattr(getattr(scheme, part), "observer", None)}
         scheme = checked(QuantizationScheme, targets=scheme.targets, format=scheme.format, **parts)
-        return cls(
+        recipe = cls(
             checked(
                 QuantizationConfig,
                 config_groups={"group_0": scheme},
@@ -137,6 +148,20 @@ class Recipe:
             frozenset(of_preset - named),
             GPTQ.of(gptq),
         )
+        return recipe.with_best_method(has_data=True) if method == "best" else recipe
+
+    def with_best_method(self, *, has_data: bool) -> "Recipe":
+        """Choose the best method for the parts of schemes whose observer nobody named.
+
+        Weights of 4 bits or fewer take GPTQ with ranges by `imatrix_mse`; without data, ranges by
+        `memoryless_mse`. Static integer inputs are equalized, and observed by `static_minmax`.
+        Unlike those of a moving average, their scales depend neither on the order of the data nor
+        on the number of ranks.
+        """
+        config, gptq = with_best_rounding(self.config, self.gptq, has_data=has_data)
+        is_static = any(map(has_static_inputs, config.config_groups.values()))
+        strength = "auto" if self.equalize is None and has_data and is_static else self.equalize
+        return replace(self, config=config, gptq=gptq, equalize=strength)
 
     @classmethod
     def from_config(
