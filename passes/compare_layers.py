@@ -21,17 +21,14 @@ from inlay.graph import (
     stamp,
     weight_use,
 )
-from inlay.nodes.compare_experts import CompareExperts
+from inlay.model import PRODUCTS
 from inlay.nodes.compare_layer import POWERS, CompareLayer
-from inlay.nodes.experts import QuantizeExperts
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.nodes.routing import routing_of
 from inlay.observers import QParamsDict
-from inlay.recipe import Slot
+from inlay.recipe import Plan, Slot
 
 __all__ = ["CompareLayers"]
-
-_COMPARING = (CompareLayer, CompareExperts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +42,11 @@ class CompareLayers(Pass):
                                                      return y
 
     The node feeds the layer the same input with input and weight quantized, and adds the powers of
-    signal and error to sums that are inputs of the graph. A product with the weights of many
-    experts is compared for each expert. The graph has to run eagerly.
+    signal and error to sums that are inputs of the graph. A product with a stack of weights is
+    compared for each weight. The graph has to run eagerly.
     """
 
+    plan: Plan
     qparams: Mapping[str, QParamsDict]
 
     def requires(self, gm: GraphModule) -> None:
@@ -56,7 +54,7 @@ class CompareLayers(Pass):
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
-        compared = {n.args[1] for n in gm.graph.nodes if isinstance(n.target, _COMPARING)}
+        compared = {n.args[1] for n in gm.graph.nodes if isinstance(n.target, CompareLayer)}
         modified = False
         for node in list(gm.graph.nodes):
             slots = {
@@ -65,7 +63,7 @@ class CompareLayers(Pass):
                 if base_name in ("weight", "input") and slot.is_quantized(self.qparams)
             }
             use = weight_use(gm, node)
-            if use is None or use.kind not in ("linear", "experts"):
+            if use is None or use.kind not in PRODUCTS:
                 continue
             if not slots or use.value is None or use.output in compared:
                 continue
@@ -88,10 +86,14 @@ class CompareLayers(Pass):
             what = SlotInput(slots["weight"].name, "folded")
             folded = add_input(gm.graph, what, fake_value(weight), self.name)
         any_slot = next(iter(slots.values()))
-        sums = torch.zeros(len(POWERS), dtype=torch.float64)
+        views = tuple(view.nameless for view in self.plan.weights_of(any_slot.module))
+        sums = torch.zeros(len(views), len(POWERS), dtype=torch.float64)
         errors = add_input(gm.graph, SlotInput(any_slot.name, "errors"), sums, self.name)
         args = [use.value, use.output, weight, folded, errors]
-        routing = routing_of(node) if use.kind == "experts" else None
+        routing = routing_of(node) if use.kind == "grouped" else None
+        whose: dict[str, Any] = {}
+        if routing is not None:
+            whose = {"ends": routing.ends, "token_of_row": routing.tokens}
         read = slots.get("input")
         names: tuple[str, ...] = ()
         if read is not None:
@@ -101,14 +103,8 @@ class CompareLayers(Pass):
             )
             args += qparams.values()
             names = tuple(qparams)
+        quantize = None if read is None else QuantizeDequantize(read.args, names)
         with gm.graph.inserting_after(use.output):
-            if routing is None:
-                layer = CompareLayer(None if read is None else QuantizeDequantize(read.args, names))
-                compare: Node = gm.graph.call_function(layer, tuple(args))
-            else:
-                experts = CompareExperts(
-                    None if read is None else QuantizeExperts(read.args, names)
-                )
-                whose: dict[str, Any] = {"ends": routing.ends, "token_of_row": routing.tokens}
-                compare = gm.graph.call_function(experts, tuple(args), whose)
+            target = CompareLayer(views, quantize)
+            compare: Node = gm.graph.call_function(target, tuple(args), whose)
         return stamp(compare, self.name)

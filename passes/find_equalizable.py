@@ -81,8 +81,6 @@ class FindEqualizable(Pass):
 
     def _require_own_ranges(self, gm: GraphModule, node: Node) -> None:
         use = weight_use(gm, node)
-        if use is not None and use.kind == "experts" and self.plan.experts_share_ranges:
-            raise Refusal(
-                f'experts="{self.plan.recipe.experts}" gives experts the range of their layer, and '
-                "equalization gives each channels of its own size"
-            )
+        if use is not None and use.kind == "grouped" and self.plan.experts_share_ranges:
+            reason = self.plan.sharing_in_words
+            raise Refusal(f"{reason}, and equalization gives each channels of its own size")

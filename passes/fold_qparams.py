@@ -29,7 +29,6 @@ from inlay.graph import (
     stamp,
     weight_use,
 )
-from inlay.nodes.experts import QuantizeExperts
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.nodes.routing import Routing, routing_of
 from inlay.observers import QParamsDict
@@ -125,7 +124,6 @@ class FoldQParams(Pass):
                 gm.graph, owner, slot.used_of(self.qparams), fake_value(value), self.name
             )
             routing = _routing_of(gm, node)
-            kind = QuantizeDequantize if routing is None else QuantizeExperts
             whose: dict[str, Any] = {} if routing is None else {"ends": routing.ends}
             at = (
                 gm.graph.inserting_after(value)
@@ -134,7 +132,7 @@ class FoldQParams(Pass):
             )
             with at:
                 quantized = gm.graph.call_function(
-                    kind(slot.args, tuple(inputs)), (value, *inputs.values()), whose
+                    QuantizeDequantize(slot.args, tuple(inputs)), (value, *inputs.values()), whose
                 )
             quantized.meta["example_value"] = fake_value(value)
             quantized.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
@@ -149,9 +147,9 @@ class FoldQParams(Pass):
 
 
 def _routing_of(gm: GraphModule, node: Node) -> Routing | None:
-    """Which rows of its input an op gives to which expert; None if it has no experts."""
+    """Return how the rows of its input reach the matrices of an op; None if it has only one."""
     use = weight_use(gm, node)
-    return routing_of(node) if use is not None and use.kind == "experts" else None
+    return routing_of(node) if use is not None and use.kind == "grouped" else None
 
 
 def _value(gm: GraphModule, node: Node, base_name: str) -> Node:

@@ -26,7 +26,6 @@ from inlay.graph import (
     weight_use,
 )
 from inlay.nodes.every_token import Everywhere
-from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe, ObserveWeight
 from inlay.nodes.routing import routing_of
 from inlay.recipe import Experts, Gathers, Slot
@@ -49,7 +48,7 @@ class InsertObservers(Pass):
     The node stands right before the op that reads the value, so it sees what the op sees even if
     the value was changed in place before. Outputs are observed right after the op. A weight is the
     same for every batch; its node marks the place and runs once, at finalize. The input of a
-    product with the weights of many experts is observed for each expert by itself.
+    product with a stack of weights is observed for each matrix by itself.
 
     Where the channels of an input are observed so that it can be equalized, an observer that has to
     see the equalized input is left to a second run over the data, which observes nothing else.
@@ -83,10 +82,10 @@ class InsertObservers(Pass):
                 changes = writes.up_to(value, value) if is_output else writes.before(node, value)
                 if (slot.name, value, changes) in there:
                     continue
-                experts = _experts_of(gm, node)
-                if everywhere is not None and experts is not None and slot.name in observed:
+                groups = _groups_of(gm, node)
+                if everywhere is not None and groups is not None and slot.name in observed:
                     continue
-                self._insert(gm.graph, node, value, slot, targets, experts, everywhere)
+                self._insert(gm.graph, node, value, slot, targets, groups, everywhere)
                 there.add((slot.name, value, changes))
                 modified = True
         gm.recompile()
@@ -123,7 +122,7 @@ class InsertObservers(Pass):
         value: Node,
         slot: Slot,
         targets: "_Targets",
-        experts: int | None,
+        groups: int | None,
         everywhere: Everywhere | None,
     ) -> None:
         rule = Rule(slot)
@@ -131,16 +130,14 @@ class InsertObservers(Pass):
             with graph.inserting_before(node):
                 self._mark(graph.call_function(ObserveWeight(rule), (value,)), node, slot)
             return
-        for observed, ends, first in _observed(node, value, experts, everywhere):
+        for observed, ends, first in _observed(node, value, groups, everywhere):
             fake = fake_value(observed)
             if not isinstance(fake, torch.Tensor):
                 raise GraphError(
                     f"node {observed.name}, observed as {slot.name}, has no shape; trace with "
                     "example inputs, or call inlay.graph.propagate_shapes first"
                 )
-            target = targets.find(rule, fake, experts)
-            if isinstance(target, ObserveExperts):
-                target = replace(target, first=first)
+            target = replace(targets.find(rule, fake, groups), first=first)
             inputs = [
                 add_input(graph, SlotInput(slot.name, key), tensor, self.name)
                 for key, tensor in target.fake_inputs(fake).items()
@@ -157,17 +154,17 @@ class InsertObservers(Pass):
 
 
 def _observed(
-    node: Node, value: Node, experts: int | None, everywhere: Everywhere | None
+    node: Node, value: Node, groups: int | None, everywhere: Everywhere | None
 ) -> Iterator[tuple[Node, Node | None, int]]:
     """Yield what is observed of a value: itself, or what chunks of experts would be given.
 
-    :return: the value, where the rows of each expert end, and the number of the first expert
+    :return: the value, where the rows of each group end, and the number of the first group
     """
-    routing = None if experts is None else routing_of(node)
-    if routing is None or experts is None or everywhere is None:
+    routing = None if groups is None else routing_of(node)
+    if routing is None or groups is None or everywhere is None:
         yield value, None if routing is None else routing.ends, 0
         return
-    for chunk, rows, ends in everywhere.values(node, value, routing, experts):
+    for chunk, rows, ends in everywhere.values(node, value, routing, groups):
         yield rows, ends, chunk.start
 
 
@@ -192,10 +189,10 @@ def _value(gm: GraphModule, node: Node, base_name: str) -> Node | None:
     return stamp(attribute, InsertObservers.__name__)
 
 
-def _experts_of(gm: GraphModule, node: Node) -> int | None:
-    """How many experts an op multiplies with; None for all other ops."""
+def _groups_of(gm: GraphModule, node: Node) -> int | None:
+    """Count the matrices of the stack that an op multiplies by; None for all other ops."""
     use = weight_use(gm, node)
-    if use is None or use.kind != "experts" or use.weight_node is None:
+    if use is None or use.kind != "grouped" or use.weight_node is None:
         return None
     return len(fake_value(use.weight_node))
 
@@ -206,19 +203,15 @@ class _Targets:
     def __init__(self) -> None:
         self._known: dict[Any, Observe] = {}
 
-    def find(self, rule: Rule, value: torch.Tensor, experts: int | None) -> Observe:
-        kind = (rule, str(tuple(value.shape)), value.dtype, value.device, experts)
+    def find(self, rule: Rule, value: torch.Tensor, groups: int | None) -> Observe:
+        kind = (rule, str(tuple(value.shape)), value.dtype, value.device, groups)
         if kind not in self._known:
-            self._known[kind] = _traced(rule, value, experts)
+            self._known[kind] = _traced(rule, value, groups)
         return self._known[kind]
 
 
-def _traced(rule: Rule, value: torch.Tensor, experts: int | None) -> Observe:
-    target = (
-        Observe.traced(rule, value)
-        if experts is None
-        else ObserveExperts.of_experts(rule, value, experts)
-    )
+def _traced(rule: Rule, value: torch.Tensor, groups: int | None) -> Observe:
+    target = Observe.traced(rule, value, groups)
     if target.is_opaque:
         # Leave out the slot's name: Python shows the same text for all slots only once.
         warnings.warn(

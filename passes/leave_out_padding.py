@@ -18,9 +18,7 @@ from inlay.graph import (
     require_whole,
     slot_input,
 )
-from inlay.nodes.compare_experts import CompareExperts
 from inlay.nodes.compare_layer import CompareLayer
-from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.observe import Observe
 from inlay.nodes.routing import routing_by
 from inlay.padding.layouts import Layouts
@@ -42,7 +40,7 @@ class LeaveOutPadding(Pass):
 
     The layouts say for each slot which dimensions of its value are batch and tokens, and which
     sequence the tokens are of. A slot without tokens, such as the input of a pooler, counts as a
-    whole. Rows that are sent to experts are the tokens that the graph took them from. A slot whose
+    whole. Rows that stand in groups are the tokens that the graph took them from. A slot whose
     layout is unknown is refused if it is observed, and counts as a whole if it is compared.
 
     :param layouts: those of the batch; None for a batch without padding
@@ -61,7 +59,7 @@ class LeaveOutPadding(Pass):
                 continue
             if isinstance(node.target, Observe):
                 modified |= self._leave_out(gm, node, node.target, observes(node)[0])
-            elif isinstance(node.target, CompareLayer | CompareExperts):
+            elif isinstance(node.target, CompareLayer):
                 modified |= self._leave_out_if_known(gm, node)
         gm.recompile()
         return PassResult(gm, modified)
@@ -76,13 +74,13 @@ class LeaveOutPadding(Pass):
         if mask is None:
             return False
         value = node.args[0]
-        if isinstance(target, ObserveExperts):
-            ends = node.kwargs["ends"]
-            routing = routing_by(ends) if isinstance(ends, Node) else None
-            if routing is None or routing.tokens is None or routing.source is None:
+        ends = node.kwargs.get("ends")
+        if isinstance(ends, Node):
+            routing = routing_by(ends)
+            if routing.tokens is None or routing.source is None:
                 raise StatisticsError(
                     f"cannot leave padding out of {slot.name}: the graph does not show which "
-                    "tokens its experts are given. Use batch_size=1, or count padding with "
+                    "tokens its rows are of. Use batch_size=1, or count padding with "
                     "count_padding=True"
                 )
             node.update_kwarg("token_of_row", routing.tokens)
@@ -100,9 +98,9 @@ class LeaveOutPadding(Pass):
         module = "" if what is None else what.slot.rpartition(".")[0]
         mask = self.layouts.mask_of_input(module)
         value = node.args[0]
-        if mask is not None and isinstance(node.target, CompareExperts):
-            ends = node.kwargs["ends"]
-            value = routing_by(ends).source if isinstance(ends, Node) else None
+        ends = node.kwargs.get("ends")
+        if isinstance(ends, Node):
+            value = routing_by(ends).source
         if mask is None or not isinstance(value, Node):
             return False
         self._give(gm, node, mask, value, None)

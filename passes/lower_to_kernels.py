@@ -169,7 +169,8 @@ def _layers(gm: GraphModule) -> Iterator[tuple[Node, str | None]]:
 
 def _problem(node: Node, use: WeightUse) -> str | None:
     if use.kind != "linear":
-        return f"no integer kernel computes {use.kind}"
+        what = "products with stacks of weights" if use.kind == "grouped" else f"{use.kind}s"
+        return f"no integer kernel computes {what}"
     assert use.value is not None
     assert use.weight_node is not None
     quantized, weight = use.value.target, fake_value(use.weight_node)

@@ -15,7 +15,7 @@ from inlay.errors import CheckError
 from inlay.graph import MAIN, PaddingMask, erase_with_inputs
 from inlay.padding import probing
 from inlay.passes import PREPARE, InsertObservers, Pass, PassResult
-from inlay.ranges.parts import Parts
+from inlay.ranges.row_groups import RowGroups
 from inlay.statistics.rule import Rule
 from inlay.testing import check_calibration
 from inlay.testing.modules import SequenceModule, TwoSequencesModule
@@ -137,7 +137,8 @@ def test_experts_that_see_other_rows_are_caught(monkeypatch: pytest.MonkeyPatch)
     model = qwen3_moe(**SIZES)
     recipe = Recipe.from_preset("FP8", ignore=["lm_head", "re:.*gate$"])
     monkeypatch.setattr(
-        "inlay.nodes.experts.Parts", lambda ends, valid=None: Parts((ends - 1).clamp(min=0), valid)
+        "inlay.nodes.observe.RowGroups",
+        lambda ends, valid=None: RowGroups((ends - 1).clamp(min=0), valid),
     )
     with pytest.raises(CheckError, match=r"experts\.\d\..* by hooks"):
         check_calibration(model, recipe, [batch(model, tokens=9)])

@@ -23,14 +23,14 @@ PER_TENSOR = {"strategy": "tensor"}
 
 def layer_of(
     preset: str, rows: int, dtype: torch.dtype
-) -> tuple[QuantizedLayer, dict[str, QParamsDict]]:
+) -> tuple[QuantizedLayer, torch.Tensor, dict[str, QParamsDict]]:
     model = nn.ModuleDict({"fc": nn.Linear(128, rows, bias=False, dtype=dtype)})
     name, _, per_tensor = preset.partition(" ")
     recipe = Recipe.from_preset(name, **({"weights": PER_TENSOR} if per_tensor else {}))
     calibration = Calibration(model, recipe, compiler="eager")
     qparams = calibration.finalize()
-    (layer,) = quantized_layers(model, calibration.plan, recipe)
-    return layer, qparams
+    (layer,) = quantized_layers(model, calibration.plan)
+    return layer, calibration.weights.current(layer.weight).detach(), qparams
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "FP8_DYNAMIC per tensor", "W8A8 per tensor"])
@@ -40,9 +40,9 @@ def layer_of(
 def test_some_rows_at_a_time_or_all_at_once(
     preset: str, rows: int, half: bool, at_once: int
 ) -> None:
-    layer, qparams = layer_of(preset, rows, torch.bfloat16 if half else torch.float32)
+    layer, weight, qparams = layer_of(preset, rows, torch.bfloat16 if half else torch.float32)
     (slot,) = (slot for slot in layer.slots if slot.is_weight)
-    weight, own = layer.weight.detach(), qparams[slot.name]
+    own = qparams[slot.name]
     state = _qparams_as_stored(layer, slot, own)
     compressor = BaseCompressor.get_value_from_registry(layer.scheme.format)
     whole = compressor.compress({"weight": weight, **state}, layer.scheme)

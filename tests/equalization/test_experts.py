@@ -65,7 +65,7 @@ def calibrated(model: Any, recipe: Recipe, data: Any = None) -> Calibration:
 def scales_of(calibration: Calibration) -> dict[str, torch.Tensor]:
     """The scales of experts, by the Linear that reads the scaled value."""
     chosen = calibration.equalization._scales
-    return {g.name: s.values.float() for g, s in chosen.items() if g.expert is not None}
+    return {g.name: s.values.float() for g, s in chosen.items() if g.index is not None}
 
 
 @given(
@@ -79,12 +79,12 @@ def test_the_equalized_experts_compute_what_the_experts_compute(family: str, str
     model = model_of(family)
     calibration = calibrated(model, recipe_of(strength))
     equalization = calibration.equalization
-    of_experts = {g: s.values for g, s in equalization._scales.items() if g.expert is not None}
+    of_experts = {g: s.values for g, s in equalization._scales.items() if g.index is not None}
     assert len(of_experts) == 4
     wide = copy.deepcopy(model).double()
     wide.set_experts_implementation("batched_mm")
     parameters = EqualizedParameters(wide)
-    parameters.scale(of_experts, equalization.collected.weight_of)
+    parameters.scale(of_experts, lambda reader: calibration.plan.weights[reader].parameter)
     assert parameters.changed == {f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"}
     scaled = {name: parameters.of(value) for name, value in wide.named_parameters()}
     before = wide.get_parameter(f"{EXPERTS}.gate_up_proj")
@@ -105,15 +105,16 @@ def test_scales_are_those_of_the_rows_and_the_weight_of_each_expert(family: str)
         own = torch.cat(rows[name])
         reached = own.abs().amax(0)
         reached = reached.clamp(min=float(reached.max()) * 1e-5)
-        columns = calibration.plan.experts[name].weight.abs().amax(0)
+        columns = calibration.weights.of_module(name).abs().amax(0)
         torch.testing.assert_close(found[name], reached**0.6 / columns**0.4)
         scale = calibration.qparams[f"{name}.input"]["scale"]
         torch.testing.assert_close(float(scale), float((own / found[name]).abs().max()) / 448)
-        weights = {
-            projection: calibration.plan.experts[f"{EXPERTS}.{number}.{projection}_proj"].weight
+        views = {
+            projection: calibration.plan.weights[f"{EXPERTS}.{number}.{projection}_proj"]
             for projection in ("gate", "up", "down")
         }
-        scaled = {k: calibration.equalization.parameters.of(w) for k, w in weights.items()}
+        weights = {k: calibration.weights.original(view) for k, view in views.items()}
+        scaled = {k: calibration.weights.plain(view) for k, view in views.items()}
         assert torch.equal(scaled["gate"], weights["gate"])
         torch.testing.assert_close(scaled["up"], weights["up"] / found[name].unsqueeze(1))
         torch.testing.assert_close(scaled["down"], weights["down"] * found[name])
@@ -144,10 +145,10 @@ def test_graph_and_checkpoint_have_the_equalized_experts(name: str, tmp_path: Pa
         graph = torch.compile(model, backend=calibration.backend)(**one).logits
         plain = model(**one).logits
     assert float((graph - plain).norm() / plain.norm()) < 0.1
-    for stack_name, stack in calibration.plan.stacks.items():
-        folded = calibration._bindings.weights.folded_stack(stack, calibration.qparams)
+    for stack_name in calibration.plan.stacks:
+        folded = calibration.weights.folded(stack_name, calibration.qparams)
         assert torch.equal(loaded.get_parameter(stack_name), folded)
-        assert not torch.allclose(folded, stack.parameter, rtol=0.2, atol=0.02)
+        assert not torch.allclose(folded, model.get_parameter(stack_name), rtol=0.2, atol=0.02)
 
 
 def test_observers_that_have_to_see_scaled_inputs_see_them_in_a_second_run() -> None:

@@ -31,7 +31,7 @@ def test_docstring_example() -> None:
     model = one_layer()
     plan = Plan(model, STATIC)
     gm = Annotate(plan=plan)(trace("dynamo", model, X)).graph_module
-    result = CompareLayers(qparams=qparams_of(plan, model, X))(gm)
+    result = CompareLayers(plan=plan, qparams=qparams_of(plan, model, X))(gm)
     assert result.modified
     assert ops(result.graph_module) == [
         "linear = linear(x, fc.weight, None)",
@@ -53,7 +53,7 @@ def test_sums_are_the_powers_of_signal_and_error(how: str, bias: bool) -> None:
     compared = Pipeline.of(COMPARE, plan=plan, qparams=qparams)(gm).graph_module
     weight, slots = model.fc.weight.detach(), plan.slots
     folded = fold_weight(weight, slots["fc.weight"].args, qparams["fc.weight"])
-    known = {"folded": folded, "errors": torch.zeros(5, dtype=torch.float64)}
+    known = {"folded": folded, "errors": torch.zeros(1, 5, dtype=torch.float64)}
     known |= qparams["fc.input"]
     parameters = {"weight": weight, "bias": model.fc.bias, "x": X}
     added = slot_inputs(compared.graph)
@@ -72,7 +72,9 @@ def test_sums_are_the_powers_of_signal_and_error(how: str, bias: bool) -> None:
         error = F.linear(quantized, folded) - F.linear(X, weight)
     assert torch.equal(output if isinstance(output, torch.Tensor) else output[0], expected)
     powers = [t.double().square().sum() for t in (expected, error, X, quantized - X)]
-    torch.testing.assert_close(known["errors"], torch.stack([*powers, torch.tensor(3.0).double()]))
+    torch.testing.assert_close(
+        known["errors"][0], torch.stack([*powers, torch.tensor(3.0).double()])
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,29 +82,30 @@ def test_sums_are_the_powers_of_signal_and_error(how: str, bias: bool) -> None:
 def test_one_product_tells_what_two_tell(quantized: str, dtype: torch.dtype) -> None:
     """A layer of which one operand is quantized has the error of the two products' difference."""
     torch.manual_seed(0)
-    slots = Plan(one_layer(), STATIC).slots
+    plan = Plan(one_layer(), STATIC)
+    slots = plan.slots
     x, weight = torch.randn(2, 3, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
     args = slots["fc.input"].args
     qparams = (torch.tensor([0.1]), torch.tensor([3], dtype=torch.int8))
     quantize = QuantizeDequantize(args, ("scale", "zero_point"))
     folded = weight if quantized == "input" else (weight * 8).round() / 8
     used = x if quantized == "weight" else quantize(x, *qparams)
-    sums = torch.zeros(5, dtype=torch.float64)
+    sums = torch.zeros(1, 5, dtype=torch.float64)
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]]) == 1
-    node = CompareLayer(None if quantized == "weight" else quantize)
+    node = CompareLayer(plan.weights_of("fc"), None if quantized == "weight" else quantize)
     node(x, F.linear(x, weight), weight, folded, sums, *qparams, mask=mask)
     kept = mask.flatten()
     rows = (t.flatten(0, 1)[kept].double() for t in (used, x))
     products = [F.linear(a, w.double()) for a, w in zip(rows, (folded, weight), strict=True)]
-    torch.testing.assert_close(sums[1], (products[0] - products[1]).square().sum())
-    assert sums[4] == 5
+    torch.testing.assert_close(sums[0, 1], (products[0] - products[1]).square().sum())
+    assert sums[0, 4] == 5
 
 
 def test_what_is_not_quantized_is_not_compared() -> None:
     model = one_layer()
     plan = Plan(model, STATIC)
     gm = Annotate(plan=plan)(trace("dynamo", model, X)).graph_module
-    assert not CompareLayers(qparams={})(gm).modified
+    assert not CompareLayers(plan=plan, qparams={})(gm).modified
 
 
 @pytest.mark.parametrize("how", TRACERS)
@@ -111,7 +114,7 @@ def test_second_run_changes_nothing_and_the_input_is_left_alone(how: str) -> Non
     plan = Plan(model, Recipe.from_preset("W8A8"))
     gm = Annotate(plan=plan)(trace(how, model, X)).graph_module
     before = ops(gm)
-    compare = CompareLayers(qparams=qparams_of(plan, model, X))
+    compare = CompareLayers(plan=plan, qparams=qparams_of(plan, model, X))
     once = compare(gm)
     assert once.modified
     assert ops(gm) == before

@@ -137,7 +137,10 @@ def documented() -> list[PassSubject]:
                 shown(ONE, STATIC, Annotate, InsertObservers)
             ).graph_module,
         ),
-        PassSubject(CompareLayers(qparams=QPARAMS), example=shown(ONE, STATIC, Annotate)),
+        PassSubject(
+            CompareLayers(plan=Plan(ONE, STATIC), qparams=QPARAMS),
+            example=shown(ONE, STATIC, Annotate),
+        ),
         PassSubject(SpeedUpProducts(smallest=1), example=shown(ONE, STATIC)),
     ]
 

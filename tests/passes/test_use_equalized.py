@@ -19,7 +19,7 @@ def model_and_scaled() -> tuple[nn.Module, EqualizedParameters]:
     equalized = EqualizedParameters(model)
     producers = (Producer(parameter="norm.weight", axes=(0,)),)
     group = Group(readers=("fc",), producers=producers, shape=(4,))
-    equalized.scale({group: SCALE}, {"fc": "fc.weight"})
+    equalized.scale({group: SCALE}, lambda reader: f"{reader}.weight")
     return model, equalized
 
 

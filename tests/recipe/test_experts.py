@@ -96,8 +96,8 @@ def test_the_finalized_graph_has_the_quantized_weights(family: Any, dtype: torch
         module = calibration.quantized_module(**one, use_cache=False)
         exported = module(**one, use_cache=False).logits
         for slot in calibration.plan.weight_slots():
-            weight = calibration.plan.modules_of(model)[slot.module].weight
-            weight.data.copy_(fold_weight(weight, slot.args, calibration.qparams[slot.name]))
+            weight = calibration.weights.of_module(slot.module)
+            weight.copy_(fold_weight(weight, slot.args, calibration.qparams[slot.name]))
         expected = model(**one).logits  # the experts of the model share their memory
     assert torch.equal(found, expected)
     assert torch.equal(exported, expected)
@@ -241,7 +241,7 @@ def test_transformers_loads_what_the_graph_has(family: Any, name: str, tmp_path:
     assert not any(info.values()), info
     assert calibration.qparams is not None
     for slot in calibration.plan.activation_slots():
-        if slot.module in calibration.plan.experts:
+        if calibration.plan.is_routed(slot.module):
             del calibration.qparams[slot.name]  # the graph then leaves these inputs as they are
     one = batch(model)
     with torch.no_grad():
@@ -249,8 +249,8 @@ def test_transformers_loads_what_the_graph_has(family: Any, name: str, tmp_path:
         expected = torch.compile(model, backend=calibration.backend)(**one).logits
     lost = float((expected - model(**one).logits).abs().max())
     assert float((found - expected).abs().max()) < 0.5 * lost
-    for stack_name, stack in calibration.plan.stacks.items():
-        folded = calibration._bindings.weights.folded_stack(stack, calibration.qparams)
+    for stack_name in calibration.plan.stacks:
+        folded = calibration.weights.folded(stack_name, calibration.qparams)
         assert torch.equal(loaded.get_parameter(stack_name), folded), stack_name
 
 
@@ -284,8 +284,8 @@ def test_what_is_left_alone_is_said_with_its_reason(
     model, recipe = model_of(family), recipe_of(name, ignore=["lm_head"], **fields)
     plan = Plan(model, recipe)
     assert not any(".experts." in slot for slot in plan.slots)
-    (left,) = plan.experts_left
-    assert reason in plan.experts_left[left]
+    (left,) = plan.stacks_left
+    assert reason in plan.stacks_left[left]
     shown = Calibration(model, recipe, compiler="eager").explain()
     assert f"{left} stays in full precision: " in shown
 

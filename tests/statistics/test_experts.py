@@ -1,6 +1,5 @@
 """Each expert has the statistics of the tokens that it is given, as a loop over experts has."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def observed(model: Any, recipe: Recipe, batches: Any, **options: Any) -> Calibr
 def assert_each_saw_its_own(calibration: Calibration, rows: Any) -> None:
     plan = calibration.plan
     slots = [*plan.activation_slots(), *plan.watching_slots()]
-    of_experts = [slot for slot in slots if slot.module in plan.experts]
+    of_experts = [slot for slot in slots if plan.is_routed(slot.module)]
     assert of_experts
     for slot in of_experts:
         known = calibration.statistics.of(slot)
@@ -125,7 +124,7 @@ def test_observers_of_users_see_one_expert_after_another(observer: str) -> None:
     calibration = observed(model, recipe, batches)
     rows = routed_rows(model, batches)
     for slot in calibration.plan.activation_slots():
-        if slot.module not in calibration.plan.experts:
+        if not calibration.plan.is_routed(slot.module):
             continue
         expected = slot.make_observer()
         for value in rows[slot.module]:
@@ -190,7 +189,7 @@ def test_experts_without_tokens_may_have_the_statistics_of_their_layer(name: str
         assert [each.tokens[2] for each in coverage(known)] == [0]
         plan = calibration.plan
         slots = [*plan.activation_slots(), *plan.watching_slots()]
-        own = {s.name: known.gathered(s) for s in slots if s.module in plan.experts}
+        own = {s.name: known.gathered(s) for s in slots if plan.is_routed(s.module)}
         for slot in slots:
             if ".experts." not in slot.name:
                 continue
@@ -275,10 +274,9 @@ def test_weights_together_have_the_scales_of_one_by_one(
 ) -> None:
     model = mixtral(**WIDE)
     recipe = Recipe.from_preset(name, weights=weights, **FP8)
-    monkeypatch.setattr("inlay.statistics.expert_weights._TOGETHER", 3 * 64 * 64)
+    monkeypatch.setattr("inlay.steps.observe_weights._TOGETHER", 3 * 64 * 64)
     found = observed(model, recipe, [batch(model)]).finalize()
-    step = sys.modules["inlay.steps.choose_ranges"]  # the package has its function by that name
-    monkeypatch.setattr(step, "observe_expert_weights", lambda *_: set())
+    monkeypatch.setattr("inlay.steps.observe_weights._measures_many", lambda _: False)
     expected = observed(model, recipe, [batch(model)]).finalize()
     assert found.keys() == expected.keys()
     for slot, qparams in expected.items():
@@ -311,7 +309,7 @@ def test_every_expert_may_be_given_every_token(family: str) -> None:
     rows = everywhere_rows(model, batches)
     for slot in calibration.plan.activation_slots():
         known = calibration.statistics.of(slot)
-        if slot.module not in calibration.plan.experts:
+        if not calibration.plan.is_routed(slot.module):
             continue
         assert int(known.tokens) == sum(int(one["attention_mask"].sum()) for one in batches)
         low = torch.stack([value.amin() for value in rows[slot.module]]).amin()
@@ -332,7 +330,7 @@ def test_every_token_goes_through_a_few_experts_at_a_time() -> None:
     (block,) = (graph for graph in calibration.graphs if graph.variants and _sends(graph))
     assert [each.experts for each in _sends(block)] == 2 * [2, 2, 2, 1]  # for both products
     for slot in calibration.plan.activation_slots():
-        if slot.module in calibration.plan.experts:
+        if calibration.plan.is_routed(slot.module):
             assert calibration.statistics.tokens(slot) == 12
 
 
@@ -349,7 +347,7 @@ def test_observers_of_users_see_every_token_of_a_few_experts_at_a_time() -> None
     calibration = observed(model, recipe, batches)
     rows = everywhere_rows(model, batches)
     for slot in calibration.plan.activation_slots():
-        if slot.module in calibration.plan.experts:
+        if calibration.plan.is_routed(slot.module):
             largest = max(float(value.max()) for value in rows[slot.module])
             assert float(calibration.statistics.observer(slot).max_vals) == pytest.approx(largest)
 

@@ -103,11 +103,12 @@ def test_no_layer_loses_by_compensation_and_all_gain_together(changes: dict[str,
     for slot in calibration.plan.weight_slots():
         gain = calibration.compensations[slot.module]
         assert gain.after <= gain.before
-        weight = calibration.weights.current(slot)
-        folded = calibration.weights.folded(slot, qparams[slot.name])
+        view = calibration.plan.weights[slot.module]
+        weight = calibration.weights.current(view)
+        folded = calibration.weights.folded(slot.module, qparams)
         assert torch.equal(folded, weight), "compensated weights lie on their grid"
         if "equalize" not in changes:
-            difference = (folded - calibration.weights.plain(slot).detach()).unsqueeze(0)
+            difference = (folded - calibration.weights.plain(view).detach()).unsqueeze(0)
             error = output_errors(difference, kept[slot.module].unsqueeze(0)).sum()
             assert float(error) == pytest.approx(gain.after, rel=1e-3)
     gains = calibration.compensations.values()
@@ -131,9 +132,10 @@ def test_graph_checkpoint_and_export_have_the_compensated_weights(
     close = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 0.02}
     torch.testing.assert_close(in_graph, served, **close)
     for slot in run.plan.weight_slots():
-        own = run.weights.current(slot)
+        view = run.plan.weights[slot.module]
+        own = run.weights.current(view)
         assert torch.equal(loaded.get_submodule(slot.module).weight.to(own), own)
-        assert not torch.equal(own, run.weights.plain(slot))
+        assert not torch.equal(own, run.weights.plain(view))
     from inlay.cli.outcome import report_data
 
     shown = report_data(tmp_path / "out")

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations import moe
 
+from inlay.model import modules_with_stacks
 from inlay.recipe import Slot
-from inlay.recipe.experts import experts_in_one_parameter
 from inlay.statistics.value import Statistics
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -41,7 +41,7 @@ def routed_rows(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> Rows:
         for batch in batches:
             mask = batch["attention_mask"].flatten().bool()
             with ExitStack() as hooks:
-                for name, experts in experts_in_one_parameter(model):
+                for name, experts in modules_with_stacks(model):
                     record = _Recorder(name, found, mask, products)
                     hook = experts.register_forward_hook(record)
                     hooks.callback(hook.remove)
@@ -103,7 +103,7 @@ def everywhere_rows(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> R
     for batch in batches:
         mask = batch["attention_mask"].flatten().bool()
         with ExitStack() as hooks:
-            for name, experts in experts_in_one_parameter(model):
+            for name, experts in modules_with_stacks(model):
                 record = partial(_record_everywhere, name, found, mask)
                 hooks.callback(experts.register_forward_pre_hook(record).remove)
             model(**batch)

@@ -18,7 +18,6 @@ from inlay.graph import (
     tensor_of,
 )
 from inlay.nodes.compare_layer import POWERS
-from inlay.nodes.experts import ObserveExperts
 from inlay.nodes.kernels import column_sums
 from inlay.nodes.observe import Observe
 from inlay.padding.of_batch import Padding
@@ -47,6 +46,7 @@ class Bindings:
         self.weights = weights
         self.equalization = equalization
         self.layer_errors: dict[str, torch.Tensor] = {}  # sums of compare nodes, by module
+        self._error_sums: dict[str, torch.Tensor] = {}  # the same, of all weights that an op reads
         self.padding = padding
 
     def with_own_weights(self) -> "Bindings":
@@ -55,35 +55,25 @@ class Bindings:
         return Bindings(self.statistics, weights, self.equalization, self.padding)
 
     def errors_of(self, slot: Slot, device: torch.device | None) -> torch.Tensor:
-        """The sums that compare nodes of the slot's module add to, made when first asked for."""
-        if slot.module not in self.layer_errors:
-            stack = self.statistics.plan.stacks.get(slot.module)
-            sums = torch.zeros(
-                1 if stack is None else len(stack.members),
-                len(POWERS),
-                dtype=torch.float64,
-                device=device,
-            )
-            self.layer_errors[slot.module] = sums[0] if stack is None else sums
-            if stack is not None:  # each expert has a row
-                self.layer_errors.update(zip(stack.members, sums, strict=True))
-        return self.layer_errors[slot.module]
+        """Return the sums that compare nodes of a module or stack add to, a row for each weight."""
+        if slot.module not in self._error_sums:
+            views = self.statistics.plan.weights_of(slot.module)
+            sums = torch.zeros(len(views), len(POWERS), dtype=torch.float64, device=device)
+            self._error_sums[slot.module] = sums
+            modules = (view.module for view in views)
+            self.layer_errors.update(zip(modules, sums, strict=True))
+        return self._error_sums[slot.module]
 
     def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
-        """A qparam of a slot, or its weight: folded, as integers, or the sums of these."""
-        assert self.statistics.qparams is not None
-        plan = self.statistics.plan
-        if slot.module in plan.stacks:
-            if key == "folded":
-                return self.weights.folded_stack(plan.stacks[slot.module], self.statistics.qparams)
-            return plan.stacked(slot, self.statistics.qparams)[key]
-        qparams = self.statistics.qparams[slot.name]
+        """Return a qparam of a slot, or its weight: folded, as integers, or the sums of these."""
+        qparams, plan = self.statistics.qparams, self.statistics.plan
+        assert qparams is not None
         if key == "folded":
-            return self.weights.folded(slot, qparams)
+            return self.weights.folded(slot.module, qparams)
         if key in ("integers", "sums"):
-            integers = self.weights.integers(slot, qparams)
+            integers = self.weights.integers(plan.weights[slot.module], qparams)
             return integers if key == "integers" else column_sums(integers)
-        value = qparams[key]  # type: ignore[literal-required]
+        value = plan.used_by_op(slot, qparams)[key]
         assert isinstance(value, torch.Tensor)
         return value
 
@@ -151,10 +141,11 @@ class GivenInput:
         assert self.device is not None  # statistics are tensors
         specs = None if self.observe.is_opaque else self.observe.specs
         known = bindings.statistics
-        if isinstance(self.observe, ObserveExperts):
-            of_all = known.entry_of_experts(slots, self.observe.rule, specs, self.device)
-            return of_all.inputs(in_graph=self.observe.in_graph)
-        return known.entry(slots, self.observe.rule, specs, self.device).inputs()
+        rule, in_graph = self.observe.rule, self.observe.in_graph
+        if self.observe.groups is not None:
+            grouped = known.grouped_entry(slots, rule, specs, self.device)
+            return grouped.inputs(in_graph=in_graph)
+        return known.entry(slots, rule, specs, self.device).inputs()
 
 
 def given_inputs(gm: GraphModule, bindings: Bindings) -> list[GivenInput]:

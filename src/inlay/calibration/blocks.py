@@ -169,7 +169,7 @@ class Block:
         """Return whether data is observed in the block."""
         weights = (getattr(module, "weight", None) for module in self.module.modules())
         tensors = (w for w in weights if isinstance(w, torch.Tensor))
-        # Experts have parameters of other names.
+        # Stacks of weights have parameters of other names.
         owners = map(plan.owner, itertools.chain(tensors, self.module.parameters()))
         return plan.observes_in(owners)
 

@@ -32,10 +32,10 @@ from inlay.ranks.together import together
 from inlay.recipe import Plan, Recipe
 from inlay.run_record import Agreement
 from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.statistics.coverage import require_same_tokens
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import (
     StoredStatistics,
-    require_same_tokens,
     require_same_weights,
     with_gathering_observers,
 )
@@ -115,7 +115,7 @@ class Calibration:
         require_same_tokens(calibration.plan, stored)
         calibration.statistics.restore(stored.slots)
         require_same_weights(model, stored, accept)
-        calibration.equalization.restore(stored, model)
+        calibration.equalization.restore(stored)
         calibration.statistics.is_second_run = calibration.equalization.is_settled
         calibration.data_seen = stored.data_seen
         calibration.auto.restore(stored.decision)

@@ -86,8 +86,8 @@ class Savings:
         fused = searched = 0.0
         layers, searches = set(), {}
         for name in dict.fromkeys(slot.module for slot in plan.slots.values()):
-            if plan.kinds.get(name) != "linear" or name in plan.experts:
-                continue  # a token meets few experts, and how many is not known
+            if plan.kinds.get(name) != "linear" or plan.is_routed(name):
+                continue  # how many rows it is given is not known
             weight, slots = weight_of(name), plan.of_module(name)
             unit = 1.0 if weight.device.type in ("cpu", "meta") else 1 / _ACCELERATOR
             layers.add((weight.shape, plan.signature(name)))

@@ -42,7 +42,7 @@ def explain(
     graphs = list(graphs)
     slots = statistics.plan.slots
     header = ("slot", "observer", "format", "values seen", "shared with")
-    rows = [header, *(_row(statistics, slot) for slot in _first_of_experts(statistics.plan))]
+    rows = [header, *(_row(statistics, slot) for slot in _first_of_stacks(statistics.plan))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -56,7 +56,7 @@ def explain(
         if observe.reason is not None
     }
     parts = [f"{len(slots)} slots, {statistics.phase}", "\n".join(lines), *sorted(opaque)]
-    left = {**statistics.plan.experts_left, **statistics.plan.modules_left}
+    left = {**statistics.plan.stacks_left, **statistics.plan.modules_left}
     parts += left_in_words(left)
     if agreement is not None:
         parts.append(str(agreement))
@@ -162,19 +162,22 @@ def _enclosed(statistics: StatisticsBySlot, graph: CompiledGraph) -> Iterable[En
         yield from enclosed_slots(graph.gm, statistics.plan, tensors)
 
 
-def _first_of_experts(plan: Plan) -> Iterator[Slot]:
-    """All slots, but of the experts of a layer, which are quantized alike, only the first."""
-    for slot in plan.slots.values():
-        if slot.module not in plan.experts or slot.module.split(".")[-2] == "0":
-            yield slot
+def _first_of_stacks(plan: Plan) -> Iterator[Slot]:
+    """Yield all slots, but of the matrices of a stack, which are quantized alike, the first."""
+    return (slot for slot in plan.slots.values() if not _index(plan, slot))
+
+
+def _index(plan: Plan, slot: Slot) -> int | None:
+    weight = plan.weights.get(slot.module)
+    return None if weight is None else weight.index
 
 
 def _shown(plan: Plan, slot: Slot) -> str:
-    if slot.module not in plan.experts:
+    if _index(plan, slot) is None:
         return slot.name
-    parent, _, projection = slot.module.rsplit(".", 2)
-    count = next(len(s.parameter) for s in plan.stacks.values() if s.experts == parent)
-    return f"{parent}.0 … {count - 1}.{projection}.{slot.base_name}"
+    holder, _, projection = slot.module.rsplit(".", 2)
+    count = len(plan.stacks[plan.weights[slot.module].parameter].by_index)
+    return f"{holder}.0 … {count - 1}.{projection}.{slot.base_name}"
 
 
 def _row(statistics: StatisticsBySlot, slot: Slot) -> tuple[str, str, str, str, str]:

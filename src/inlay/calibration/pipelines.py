@@ -86,7 +86,7 @@ class Pipelines:
 
         Observers are inserted here too: they say which slots share a scale.
         """
-        qparams = self.plan.with_stacks(qparams)
+        qparams = self.plan.qparams_of_ops(qparams)
         if self.compare_layers:
             return Pipeline.of(
                 COMPARE, plan=self.plan, qparams=qparams, equalized=equalized, layouts=layouts

@@ -230,7 +230,7 @@ def _loads_experts(plan: Plan) -> bool:
 
     It loads packed integers without zero points, and FP8, of which it does not quantize inputs.
     """
-    slots = plan.of_module(next(iter(plan.experts)))
+    slots = plan.of_module(next(iter(plan.stacks)))
     args = slots["weight"].args
     return "input" not in slots and bool(args.symmetric) and args.type == QuantizationType.INT
 

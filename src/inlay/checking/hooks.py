@@ -54,7 +54,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             self._observe(name, module)
-        for name in dict.fromkeys(stack.experts for stack in plan.stacks.values()):
+        for name in dict.fromkeys(stack.holder for stack in plan.stacks.values()):
             self._observe_experts(name, LinearExperts(model.get_submodule(name), plan, name))
 
     def _observe(self, name: str, module: nn.Module) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from inlay.recipe import Plan
 
-__all__ = ["LinearExperts", "use_linear_experts"]
+__all__ = ["LinearExperts", "linear_weights", "use_linear_experts"]
 
 
 class LinearExperts(nn.Module):
@@ -26,9 +26,9 @@ class LinearExperts(nn.Module):
         self.every_token = plan.recipe.experts == "all"
         self.tokens = torch.empty(0, dtype=torch.int64)
         self.linears: dict[str, nn.Linear] = {}
-        for stack in (stack for stack in plan.stacks.values() if stack.experts == name):
+        for stack in (stack for stack in plan.stacks.values() if stack.holder == name):
             parameter = experts.get_parameter(stack.name.rpartition(".")[2])
-            for own, weight in stack.parts_of(parameter).items():
+            for own, weight in linear_weights(stack.name, parameter).items():
                 _, number, projection = own.rsplit(".", 2)
                 if number not in self._modules:
                     self.add_module(number, nn.Module())
@@ -70,9 +70,20 @@ class LinearExperts(nn.Module):
         return result.squeeze(0)
 
 
+def linear_weights(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cut a parameter of experts into the weights of Linear modules, by their names."""
+    experts, _, own = name.rpartition(".")
+    projections = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
+    return {
+        f"{experts}.{number}.{projection}": weight
+        for number, expert in enumerate(parameter.detach().unbind())
+        for projection, weight in zip(projections, expert.chunk(len(projections)), strict=True)
+    }
+
+
 def use_linear_experts(model: nn.Module, plan: Plan) -> None:
     """Put Linear modules in place of the quantized experts of a model, a copy to be thrown away."""
-    for name in dict.fromkeys(stack.experts for stack in plan.stacks.values()):
+    for name in dict.fromkeys(stack.holder for stack in plan.stacks.values()):
         parent, _, own = name.rpartition(".")
         linear = LinearExperts(model.get_submodule(name), plan, name)
         model.get_submodule(parent).add_module(own, linear)

@@ -54,7 +54,7 @@ def padding_agrees(
         found = snapshot.get(name)
         if found is None or not seen.values:
             continue
-        exact = tolerance == 0 and name.rpartition(".")[0] not in calibration.plan.experts
+        exact = tolerance == 0 and not calibration.plan.is_routed(name.rpartition(".")[0])
         require_statistics(
             name,
             found.observer(),

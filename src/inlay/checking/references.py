@@ -14,10 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.checking.linear_experts import use_linear_experts
+from inlay.checking.linear_experts import linear_weights, use_linear_experts
 from inlay.errors import CheckError
 from inlay.recipe import Plan
-from inlay.recipe.experts import ExpertStack
 from inlay.transformers_private import as_saved, saved_name, tied_names
 
 __all__ = ["equalized_copy", "quantized_copy", "read_back"]
@@ -101,14 +100,15 @@ def _names_in_checkpoint(
     """Yield the names of modules, and the names that transformers gives them when saving."""
     for name, _ in linear.named_modules():
         yield name, saved_name(original, name) if name else name
-    for stack in plan.stacks.values():
+    for stack in plan.stacks:
         yield from _names_of_experts(original, stack)
 
 
-def _names_of_experts(original: Any, stack: ExpertStack) -> Iterator[tuple[str, str]]:
+def _names_of_experts(original: Any, stack: str) -> Iterator[tuple[str, str]]:
     """Know each expert by its weight in what transformers would save of the plain model."""
-    saved = as_saved(original, {stack.name: stack.parameter.detach()})
-    for own, weight in stack.members.items():
+    parameter = original.get_parameter(stack).detach()
+    saved = as_saved(original, {stack: parameter})
+    for own, weight in linear_weights(stack, parameter).items():
         alike = (name for name, tensor in saved.items() if torch.equal(tensor, weight))
         found = next(alike, None)
         if found is None:

@@ -1,7 +1,9 @@
 """What a checkpoint holds: compressed layers, and the tensors that stay as they are."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,13 +14,14 @@ from inlay.checkpoint.compressing import compressed_weight
 from inlay.checkpoint.gate import describe_unusable
 from inlay.checkpoint.layers import QuantizedLayer
 from inlay.errors import ConfigurationError, StatisticsError
+from inlay.model import Stack, saved_names
 from inlay.observers import QParamsDict
-from inlay.recipe import Slot
-from inlay.recipe.experts import ExpertStack, saved_names
+from inlay.recipe import Plan, Slot
+from inlay.recipe.served_experts import require_all_or_none
 from inlay.steps.weights import Weights
 from inlay.transformers_private import as_saved, left_out_of_saving, without_ties
 
-__all__ = ["Contents", "compressed_layer", "shares_quantized_weight", "unquantized_state"]
+__all__ = ["Contents", "compressed_layer"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,33 +30,33 @@ class Contents:
 
     :param keep_ties: whether tied weights are written once
     :param unquantized: the tensors to write unchanged, under the model's own names
-    :param experts: the names of experts that are saved as modules, by their names in the model
+    :param names: the names under which weights in stacks are saved, by module
     """
 
     model: nn.Module
     keep_ties: bool
     unquantized: Mapping[str, torch.Tensor]
-    experts: Mapping[str, str]
+    names: Mapping[str, str]
     weights: Weights
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        layers: Sequence[QuantizedLayer],
-        stacks: Iterable[ExpertStack],
-        weights: Weights,
+        cls, model: nn.Module, plan: Plan, layers: Sequence[QuantizedLayer], weights: Weights
     ) -> "Contents":
-        keep_ties = not shares_quantized_weight(model, layers)
-        state = unquantized_state(model, layers, keep_ties)
+        """Collect what a checkpoint with these layers holds.
+
+        :raises StatisticsError: if only some weights of a stack are among the layers
+        """
+        keep_ties = not _shares_quantized_weight(model, layers)
         names: dict[str, str] = {}
-        for stack in stacks:
-            state.pop(stack.name)
-            own = saved_names(model, stack)
-            assert own, "experts that are saved together are in no plan"
-            names.update(own)
+        for stack in _written(plan, layers):
+            names.update(saved_names(model, stack))
         return cls(
-            model=model, keep_ties=keep_ties, unquantized=state, experts=names, weights=weights
+            model=model,
+            keep_ties=keep_ties,
+            unquantized=_unquantized_state(model, layers, keep_ties),
+            names=names,
+            weights=weights,
         )
 
     def tensors(
@@ -81,10 +84,25 @@ class Contents:
         own = dict(self.model.named_parameters(remove_duplicate=False))
         changed = (name for name in plain if equalized.is_changed(own.get(name)))
         plain.update({name: equalized.of(own[name]) for name in changed})
-        return _as_saved(self.model, plain, quantized, self.experts)
+        return _as_saved(self.model, plain, quantized, self.names)
 
 
-def shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:
+def _written(plan: Plan, layers: Sequence[QuantizedLayer]) -> list[Stack]:
+    """Return the stacks whose weights are written as layers: all of a module, or none.
+
+    :raises StatisticsError: if only some are
+    """
+    names = {layer.name for layer in layers}
+    found: list[Stack] = []
+    for holder, stacks in groupby(plan.stacks.values(), lambda stack: stack.holder):
+        own = list(stacks)
+        members = [weight.module for stack in own for weight in stack.weights]
+        without = [name for name in members if name not in names]
+        found += own if require_all_or_none(holder, members, without) else []
+    return found
+
+
+def _shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) -> bool:
     """Return whether a quantized weight is tied to another.
 
     A loader ties a single tensor; a quantized weight is several tensors of another type.
@@ -92,11 +110,12 @@ def shares_quantized_weight(model: nn.Module, layers: Iterable[QuantizedLayer]) 
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    weights = (getattr(layer.module, "weight", None) for layer in layers)
-    return any(owners.get(id(weight), 0) > 1 for weight in weights if weight is not None)
+    views = (layer.weight for layer in layers if layer.weight is not None)
+    weights = (operator.attrgetter(view.parameter)(model) for view in views)
+    return any(owners.get(id(weight), 0) > 1 for weight in weights)
 
 
-def unquantized_state(
+def _unquantized_state(
     model: Any, layers: Iterable[QuantizedLayer], keep_ties: bool
 ) -> dict[str, torch.Tensor]:
     """Return the tensors to write unchanged, under the model's own names, without copying."""
@@ -106,7 +125,8 @@ def unquantized_state(
     if keep_ties:
         state = without_ties(model, state)
     for layer in layers:
-        state.pop(f"{layer.name}.weight", None)
+        if layer.weight is not None:
+            state.pop(layer.weight.parameter, None)
     return state
 
 
@@ -118,9 +138,9 @@ def compressed_layer(
     for slot in layer.slots:
         state.update(_qparams_as_stored(layer, slot, qparams.get(slot.name, {})))
     if layer.weight is not None and layer.scheme is not None:
-        weight = weights.of_layer(layer.name, layer.weight)
+        weight = weights.current(layer.weight).detach()
         with torch.no_grad():
-            state = compressed_weight(weight.detach(), state, layer.scheme)
+            state = compressed_weight(weight, state, layer.scheme)
     for name, tensor in state.items():
         if not name.endswith("scale") or not tensor.is_floating_point():
             continue
@@ -164,21 +184,20 @@ def _as_saved(
     model: Any,
     unquantized: dict[str, torch.Tensor],
     quantized: dict[str, torch.Tensor],
-    experts: Mapping[str, str],
+    names: Mapping[str, str],
 ) -> dict[str, torch.Tensor]:
     """Return the tensors under the names, and in the form, that transformers saves.
 
-    :param experts: the names of experts that are saved as modules, by their names in the model
+    :param names: the names under which weights in stacks are saved, by module
     """
     named, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in quantized.items():
         module, _, part = name.rpartition(".")
-        if module in experts:
-            named[f"{experts[module]}.{part}"] = tensor
+        if module in names:
+            named[f"{names[module]}.{part}"] = tensor
         else:
             others[name] = tensor
-    converted = as_saved(model, {**unquantized, **others})
-    saved = {**converted, **named}
+    saved = {**as_saved(model, {**unquantized, **others}), **named}
     kept = {id(tensor) for tensor in saved.values()}
     changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]
     if changed:

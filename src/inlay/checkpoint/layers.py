@@ -16,9 +16,9 @@ from compressed_tensors.quantization.quant_config import get_vllm_module_type
 from compressed_tensors.utils.match import match_targets
 from torch import nn
 
+from inlay.model import StackedLinear, Weight, modules_with_stacks
 from inlay.observers import default_observer
 from inlay.recipe import Plan, Recipe, Slot
-from inlay.recipe.experts import experts_in_one_parameter
 from inlay.transformers_private import saved_name
 
 __all__ = [
@@ -36,41 +36,37 @@ class QuantizedLayer:
     """A quantized module with its slots and its scheme in the config."""
 
     name: str
-    module: nn.Module
+    kind: type[nn.Module]
+    weight: Weight | None  # None for attention
     slots: tuple[Slot, ...]
     scheme: QuantizationScheme | None  # None if only keys and values are quantized
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """The weight of a Linear or an Embedding; None for attention."""
-        return getattr(self.module, "weight", None)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the layer computes in and stores its scales in."""
-        return next(self.module.parameters()).dtype
+    dtype: torch.dtype  # in which the layer computes and stores its scales
 
 
 def quantized_layers(
-    model: nn.Module, plan: Plan, recipe: Recipe, full_precision: frozenset[str] = frozenset()
+    model: nn.Module, plan: Plan, full_precision: frozenset[str] = frozenset()
 ) -> list[QuantizedLayer]:
     """List the layers of a plan, except the modules that stay in full precision."""
-    by_target = {
-        t: scheme for scheme in recipe.config.config_groups.values() for t in scheme.targets
-    }
     slots: dict[str, list[Slot]] = {}
     for slot in plan.slots.values():
         slots.setdefault(slot.module, []).append(slot)
     layers = []
-    modules = plan.modules_of(model)
     for name, own in slots.items():
         if name in full_precision:
             continue
-        module = modules[name]
-        only_cache = {slot.base_name for slot in own} == {"k", "v"}
-        matched = () if only_cache else match_targets(name, module, by_target)
-        scheme = _as_served(name, module, by_target[matched[0]]) if matched else None
-        layers.append(QuantizedLayer(name=name, module=module, slots=tuple(own), scheme=scheme))
+        weight, scheme = plan.weights.get(name), plan.schemes.get(name)
+        holder = model.get_submodule(weight.parameter.rpartition(".")[0] if weight else name)
+        kind = StackedLinear if plan.is_routed(name) else type(holder)
+        layers.append(
+            QuantizedLayer(
+                name=name,
+                kind=kind,
+                weight=weight,
+                slots=tuple(own),
+                scheme=None if scheme is None else _as_served(name, kind, scheme),
+                dtype=next(holder.parameters()).dtype,
+            )
+        )
     return layers
 
 
@@ -94,7 +90,7 @@ def quantization_config(
     )
 
 
-def _as_served(name: str, module: nn.Module, scheme: QuantizationScheme) -> QuantizationScheme:
+def _as_served(name: str, kind: type[nn.Module], scheme: QuantizationScheme) -> QuantizationScheme:
     """Return a copy of the scheme that names its format and the observers used."""
     served: QuantizationScheme = scheme.model_copy(deep=True)
     for part, base_name in _BASE_NAMES.items():
@@ -102,9 +98,9 @@ def _as_served(name: str, module: nn.Module, scheme: QuantizationScheme) -> Quan
         if args is not None and args.dynamic is not True:
             args.observer = args.observer or default_observer(base_name)
     # Compressors know only the plain classes, but compress subclasses just as well.
-    kind = nn.Linear if isinstance(module, _LAYERS) else type(module)
-    served.format = CompressionFormat(served.format or infer_module_format(kind, served)).value
-    if isinstance(module, nn.Embedding) and served.input_activations is not None:
+    plain = nn.Linear if issubclass(kind, _LAYERS) else kind
+    served.format = CompressionFormat(served.format or infer_module_format(plain, served)).value
+    if issubclass(kind, nn.Embedding) and served.input_activations is not None:
         # Embedding inputs are indices: a separate scheme keeps loaders from quantizing them.
         served.targets, served.input_activations = [name], None
     return served
@@ -123,7 +119,7 @@ def _ignored(model: nn.Module, layers: Sequence[QuantizedLayer]) -> list[str]:
     vLLM needs the names in the checkpoint, transformers those in the model; both are listed.
     """
     quantized = {layer.name: layer for layer in layers if layer.scheme is not None}
-    kinds = {get_vllm_module_type(type(layer.module).__name__) for layer in quantized.values()}
+    kinds = {get_vllm_module_type(layer.kind.__name__) for layer in quantized.values()}
     targets = {t for layer in quantized.values() if layer.scheme for t in layer.scheme.targets}
     ignored: list[str] = []
     for name, module in model.named_modules() if quantized else ():
@@ -132,10 +128,11 @@ def _ignored(model: nn.Module, layers: Sequence[QuantizedLayer]) -> list[str]:
         )
         if is_meant and name not in quantized:
             ignored += [saved_name(model, name), name]
-    of_experts = {name.rsplit(".", 2)[0] for name in quantized}
-    for name, _ in experts_in_one_parameter(model) if quantized else ():
-        if name in of_experts:
+    views = (layer.weight for layer in quantized.values())
+    holders = {view.parameter.rpartition(".")[0] for view in views if view is not None}
+    for name, _ in modules_with_stacks(model) if quantized else ():
+        if name in holders:
             continue
-        # A loader that splits experts makes a Linear of each.
+        # A loader that splits a stack makes a Linear of each matrix.
         ignored += [f"re:{re.escape(n)}[.].*" for n in (saved_name(model, name), name)]
     return list(dict.fromkeys(ignored))

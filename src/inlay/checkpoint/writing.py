@@ -2,16 +2,13 @@
 
 import copy
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from compressed_tensors.compressors import ModelCompressor
-from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
 from inlay.checkpoint.contents import Contents, compressed_layer
@@ -23,15 +20,15 @@ from inlay.checkpoint.layers import (
 )
 from inlay.checkpoint.loading import require_full_precision
 from inlay.checkpoint.shards import Shards, complete, name_files, size_in_bytes
-from inlay.errors import ConfigurationError, StatisticsError
-from inlay.formats.storage import dtype_to_load, storage_of
+from inlay.errors import ConfigurationError
+from inlay.formats.storage import dtype_to_load
 from inlay.observers import QParamsDict
 from inlay.progress import watched
 from inlay.ranks.division import Part, share
 from inlay.ranks.identity import is_first, size
 from inlay.ranks.together import meet
 from inlay.recipe import Plan, Recipe
-from inlay.recipe.experts import ExpertStack
+from inlay.recipe.served_experts import warn_of_plain_experts
 from inlay.steps.weights import Weights
 from inlay.transformers_private import copy_remote_code
 
@@ -42,8 +39,6 @@ __all__ = [
     "save_checkpoint",
     "size_of_model",
 ]
-
-_NAMED = 8  # how many experts an error names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +77,8 @@ def save_checkpoint(
     """
     _require_saveable(model)
     full_precision = require_servable(plan, qparams, accept=accept)
-    stacks = _quantized_stacks(plan, full_precision)
-    layers = quantized_layers(model, plan, recipe, full_precision)
-    contents = Contents.of(model, layers, stacks, weights)
+    layers = quantized_layers(model, plan, full_precision)
+    contents = Contents.of(model, plan, layers, weights)
     folder = Path(folder)
     files = Shards(folder, 0, size_in_bytes(max_shard_size), writer="new", digests=False)
     blocks = _blocks(contents.unquantized, layers)
@@ -121,8 +115,9 @@ def finish_checkpoint(
     """Write what belongs beside the weights: configs and tokenizer."""
     model = contents.model
     config = quantization_config(model, recipe, layers)
-    _warn_of_experts(plan, config)
-    dtype = dtype_to_load(scheme.format for scheme in config.config_groups.values())
+    formats = [scheme.format for scheme in config.config_groups.values()]
+    warn_of_plain_experts(plan.stacks_left, formats)
+    dtype = dtype_to_load(formats)
     _write_configs(folder, model, contents.keep_ties, dtype)
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
@@ -142,27 +137,6 @@ def _require_saveable(model: nn.Module) -> None:
         )
 
 
-def _quantized_stacks(plan: Plan, full_precision: Collection[str]) -> list[ExpertStack]:
-    """Return the parameters whose experts are quantized: all of a module, or none.
-
-    :raises StatisticsError: if only some experts of a module are
-    """
-    found: list[ExpertStack] = []
-    for experts, stacks in groupby(plan.stacks.values(), lambda stack: stack.experts):
-        own = list(stacks)
-        members = [name for stack in own for name in stack.members]
-        without = [name for name in members if name in full_precision]
-        if without and len(without) < len(members):
-            named = ", ".join(without[:_NAMED])
-            more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
-            raise StatisticsError(
-                f"{named}{more} would stay in full precision, and no server loads experts of which "
-                f"only some are quantized; ignore all experts of {experts}"
-            )
-        found += [] if without else own
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Block:
     """A part of a model that one rank compresses and writes.
@@ -176,7 +150,7 @@ class _Block:
     @property
     def cost(self) -> int:
         weights = (layer.weight for layer in self.layers)
-        return sum(weight.numel() for weight in weights if weight is not None)
+        return sum(weight.numel for weight in weights if weight is not None)
 
     def compressed(
         self, qparams: Mapping[str, QParamsDict], weights: Weights
@@ -221,23 +195,6 @@ def _write_configs(folder: Path, model: Any, keep_ties: bool, dtype: torch.dtype
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def _warn_of_experts(plan: Plan, config: QuantizationConfig) -> None:
-    """Warn of experts in full precision that transformers would not load.
-
-    It expects all experts of a compressed checkpoint to be quantized, and accepts experts without
-    scales only in FP8 checkpoints.
-    """
-    experts = list(plan.experts_left)
-    formats = {scheme.format for scheme in config.config_groups.values()}
-    if experts and not all(storage_of(each).plain_experts for each in formats):
-        warnings.warn(
-            f"{experts[0]} and {len(experts) - 1} more stay in full precision: "
-            f"{plan.experts_left[experts[0]]}. transformers expects quantized experts in such a "
-            "checkpoint and would start with random ones",
-            stacklevel=3,
-        )
 
 
 def size_of_model(model: nn.Module) -> int:

@@ -117,10 +117,10 @@ class Wanted:
         return replace(recipe, preset_observers=self._start().preset_observers - named)
 
     def _with_best_method(self, recipe: "Recipe", model: "nn.Module") -> "Recipe":
-        from inlay.recipe.experts import experts_in_one_parameter
+        from inlay.model import modules_with_stacks
 
         # Few texts reach all experts, and a Hessian for each takes much memory.
-        has_experts = any(True for _ in experts_in_one_parameter(model))
+        has_experts = any(True for _ in modules_with_stacks(model))
         has_data = self.has_data and (self.gptq or not has_experts)
         return recipe.with_best_method(has_data=has_data)
 

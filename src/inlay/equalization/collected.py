@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from inlay.equalization.group import Group, Producer, expert_named
+from inlay.equalization.group import Group, Producer
 from inlay.graph import Equalizable, FoundGroup, Lookup
 
 __all__ = ["CollectedGroups"]
@@ -20,16 +20,19 @@ class CollectedGroups:
 
     :param parameter: names a parameter of the model
     :param modules: names the modules that multiply by a weight
+    :param parameter_of: names the parameter that holds the weight of a reader
     """
 
     def __init__(
-        self, parameter: Named, modules: Callable[[torch.Tensor | None], Sequence[str]]
+        self,
+        parameter: Named,
+        modules: Callable[[torch.Tensor | None], Sequence[str]],
+        parameter_of: Callable[[str], str],
     ) -> None:
-        self._parameter, self._modules = parameter, modules
+        self._parameter, self._modules, self._parameter_of = parameter, modules, parameter_of
         self._uses: dict[tuple[str, str], set[Group | None]] = {}
         self._groups: dict[Group, None] = {}
         self._refused: dict[str, str] = {}
-        self.weight_of: dict[str, str] = {}  # names of weights by names of readers
 
     def add(self, found: Equalizable, lookup: Lookup) -> None:
         """Take in what a graph says, for the parameters that it is called with."""
@@ -43,23 +46,22 @@ class CollectedGroups:
                 group = None if use.group is None else groups[use.group]
                 self._uses.setdefault((name, use.role), set()).add(group)
 
-    def restore(self, groups: Iterable[Group], weight_of: Callable[[str], str]) -> None:
+    def restore(self, groups: Iterable[Group]) -> None:
         """Take in groups of an earlier run of the same model."""
         for group in groups:
             self._groups[group] = None
             for reader in group.readers:
-                name = reader if group.experts else weight_of(reader)
-                self._read_by(reader, name, group.experts)
-                self._uses.setdefault((name, "columns"), set()).add(group)
+                use = self._parameter_of(reader), "columns"
+                self._uses.setdefault(use, set()).add(group)
 
     def restore_refused(self, refused: Mapping[str, str]) -> None:
         """Take in why an earlier run did not equalize the inputs of some modules."""
         self._refused.update(refused)
 
-    def agree_on(self, groups: Iterable[Group], weight_of: Callable[[str], str]) -> None:
+    def agree_on(self, groups: Iterable[Group]) -> None:
         """Keep these groups and no others, in this order: it decides how scales are rounded."""
         self._groups.clear()
-        self.restore(groups, weight_of)
+        self.restore(groups)
 
     @property
     def groups(self) -> list[Group]:
@@ -83,11 +85,12 @@ class CollectedGroups:
 
     def parameters_of(self, group: Group) -> set[str]:
         """Return the names of all parameters that a group scales."""
-        readers = group.readers if group.experts else (self.weight_of[n] for n in group.readers)
+        readers = map(self._parameter_of, group.readers)
         return {*readers, *(producer.parameter for producer in group.producers)}
 
     def _named(self, found: FoundGroup, lookup: Lookup) -> Group | None:
-        readers, producers = [], []
+        readers: list[str] = []
+        producers = []
         for source in found.readers:
             weight = lookup(source)
             modules, name = self._modules(weight), self._parameter(weight)
@@ -96,9 +99,7 @@ class CollectedGroups:
                 self._refused.update(dict.fromkeys(modules, reason))
             if len(modules) != 1 or name is None:
                 return None
-            (reader,) = modules
-            readers.append(reader)
-            self._read_by(reader, name, found.experts)
+            readers += modules
         for producer in found.producers:
             name = self._parameter(lookup(producer.source))
             if name is None:
@@ -118,13 +119,8 @@ class CollectedGroups:
             producers=tuple(dict.fromkeys(producers)),
             shape=found.shape,
             tied=found.tied,
-            experts=found.experts,
+            stacked=found.stacked,
         )
-
-    def _read_by(self, reader: str, weight: str, experts: int) -> None:
-        """Take down the weight of a reader, or that of many experts for each of them."""
-        names = [expert_named(reader, number) for number in range(experts)] or [reader]
-        self.weight_of.update(dict.fromkeys(names, weight))
 
     def _disagreeing(self) -> dict[Group, str]:
         """Groups with a parameter that something else uses otherwise, each with the reason."""

@@ -57,10 +57,11 @@ class Equalization:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
-        self.parameters = EqualizedParameters(model, plan)
+        self.parameters = EqualizedParameters(model)
         self.collected = CollectedGroups(
             self.parameters.name_of,
-            lambda weight: plan.owners(weight, "linear") or plan.owners(weight, "experts"),
+            lambda weight: plan.owners(weight, "linear") or plan.owners(weight, "grouped"),
+            self._parameter_of,
         )
         self._done: dict[Group, EqualizedGroup] = {}
         self._scales: dict[Group, Scales] = {}
@@ -74,7 +75,8 @@ class Equalization:
         :raises StatisticsError: if parameters are scaled already that this graph does not let scale
         """
         self.collected.add(found, lookup)
-        lost = self._scales.keys() - set(_each(self.collected.groups)) if self.is_settled else ()
+        groups = self.collected.groups
+        lost = self._scales.keys() - set(self._each(groups)) if self.is_settled else ()
         if lost:
             names = ", ".join(sorted(group.name for group in lost))
             raise StatisticsError(
@@ -83,7 +85,7 @@ class Equalization:
                 "both times"
             )
 
-    def restore(self, stored: StoredStatistics, model: nn.Module) -> None:
+    def restore(self, stored: StoredStatistics) -> None:
         """Take in the groups of stored statistics, and the scales if these were settled.
 
         :raises StatisticsError: if they were gathered without the ranges of channels, or from
@@ -97,13 +99,9 @@ class Equalization:
                 "the stored statistics hold no ranges of channels, which equalize needs; calibrate "
                 "again with data and equalize, of any strength"
             )
-
-        self.collected.restore(
-            map(Group.from_plain, stored.groups),
-            lambda reader: self._name_of(model.get_parameter(f"{reader}.weight")),
-        )
+        self.collected.restore(map(Group.from_plain, stored.groups))
         if stored.is_second_run and self.plan.needs_second_run:
-            self._scales = _stored_scales(stored, _each(self.collected.groups))
+            self._scales = _stored_scales(stored, self._each(self.collected.groups))
             self._scale_parameters()
             self.is_settled = True
 
@@ -113,7 +111,7 @@ class Equalization:
         chosen = {
             each.name: self._scales[each]
             for group in groups
-            for each in group.each()
+            for each in group.each(self.plan)
             if each in self._scales
         }
         return {
@@ -122,20 +120,20 @@ class Equalization:
             "strengths": {name: scales.strength for name, scales in chosen.items()},
         }
 
-    def take_up(
-        self, stored: StoredStatistics, statistics: StatisticsBySlot, weight_of: WeightOf
-    ) -> None:
+    def take_up(self, stored: StoredStatistics, statistics: StatisticsBySlot) -> None:
         """Take up the scales that an interrupted run has decided for some groups."""
         groups = list(map(Group.from_plain, stored.groups))
-        self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
-        self._scales.update(_stored_scales(stored, _each(groups)))
+        self.collected.restore(groups)
+        self._scales.update(_stored_scales(stored, self._each(groups)))
         self._scale_parameters()
         self.apply(statistics, lambda group: group in groups)
 
-    def _name_of(self, weight: torch.Tensor) -> str:
-        name = self.parameters.name_of(weight)
-        assert name is not None, "a weight that is read is a parameter"
-        return name
+    def _parameter_of(self, reader: str) -> str:
+        return self.parameters.first_name(self.plan.weights_of(reader)[0].parameter)
+
+    def _each(self, groups: Iterable[Group]) -> list[Group]:
+        """Return the groups that have scales of their own: those of stacks, matrix by matrix."""
+        return [each for group in groups for each in group.each(self.plan)]
 
     def stored(self) -> tuple[dict[str, Any], ...]:
         """The groups, to be kept on disk."""
@@ -182,7 +180,7 @@ class Equalization:
                 continue
             found = [
                 own
-                for each in group.each()
+                for each in group.each(self.plan)
                 if each in self._scales and (own := self._equalized(each, statistics)) is not None
             ]
             if found:  # else a rank has seen nothing of the data
@@ -217,7 +215,7 @@ class Equalization:
         strength = self.plan.recipe.equalize
         seen = {
             group: channels
-            for group in _each(self._agree_over_ranks(weight_of, of))
+            for group in self._each(self._agree_over_ranks(of))
             if (channels := _channels(group, statistics)) is not None
         }
         named = {str(place): group for place, group in enumerate(seen)}
@@ -245,17 +243,17 @@ class Equalization:
 
     def _scale_parameters(self) -> None:
         values = {group: scales.values for group, scales in self._scales.items()}
-        self.parameters.scale(values, self.collected.weight_of)
+        self.parameters.scale(values, self._parameter_of)
 
-    def hear_of_groups(self, weight_of: WeightOf) -> None:
+    def hear_of_groups(self) -> None:
         """Let ranks that have traced nothing know the groups that others have found so far."""
         of_ranks = from_all_ranks(self.collected.groups)
         if self.collected.is_empty and any(of_ranks):
             groups = next(groups for groups in of_ranks if groups)
             self._has_heard = True
-            self.collected.restore(groups, lambda reader: self._name_of(weight_of(reader)))
+            self.collected.restore(groups)
 
-    def _agree_over_ranks(self, weight_of: WeightOf, of: Some | None) -> list[Group]:
+    def _agree_over_ranks(self, of: Some | None) -> list[Group]:
         """Equalize on all ranks what each rank with data would; return these groups.
 
         A rank without data has traced nothing, and has no say.
@@ -269,10 +267,7 @@ class Equalization:
         # The order decides how scales are rounded, so it is that of one rank, on all ranks.
         agreed_on = iter(agreed)
         kept = [next(agreed_on, None) if group in own else group for group in known]
-        self.collected.agree_on(
-            [*(group for group in kept if group is not None), *agreed_on],
-            lambda reader: self._name_of(weight_of(reader)),
-        )
+        self.collected.agree_on([*(group for group in kept if group is not None), *agreed_on])
         return agreed
 
     def _reader(self, name: str, weight: torch.Tensor) -> Reader:
@@ -308,11 +303,6 @@ class Equalization:
                         divided[id(known)] = replace(known, tensors=tensors)
                     found[watch.name] = divided[id(known)]
         return found
-
-
-def _each(groups: Iterable[Group]) -> list[Group]:
-    """The groups that have scales of their own: of experts, one for each."""
-    return [each for group in groups for each in group.each()]
 
 
 def _stored_scales(stored: StoredStatistics, groups: Iterable[Group]) -> dict[Group, Scales]:
@@ -374,7 +364,7 @@ def _require_same_strength(stored: StoredStatistics, plan: Plan) -> None:
 
 
 def _together(group: Group, found: Sequence[EqualizedGroup]) -> EqualizedGroup:
-    """What equalization did to a group; of experts, to the worst of them."""
+    """Summarize what equalization did to a group by the worst of its matrices."""
     return EqualizedGroup(
         group=group,
         strength=median_low(each.strength for each in found),

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Group", "Producer", "expert_named"]
+from inlay.recipe import Plan
+
+__all__ = ["Group", "Producer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,34 +53,35 @@ class Group:
     :param readers: names of the modules
     :param shape: the channels as axes: heads, repeats of a head and the channels of one, say
     :param tied: axes along which all channels have the same scale
-    :param experts: how many experts have scales of their own; readers and producers are then the
-        parameters that hold the weights of all
-    :param expert: the number of the one whose part of these parameters is scaled
+    :param stacked: how many matrices have scales of their own; readers and producers are then
+        stacks of as many; 0 if they are no stacks
+    :param index: the index of the matrix that is scaled in each stack
     """
 
     readers: tuple[str, ...]
     producers: tuple[Producer, ...]
     shape: tuple[int, ...]
     tied: tuple[int, ...] = ()
-    experts: int = 0
-    expert: int | None = None
+    stacked: int = 0
+    index: int | None = None
 
     @property
     def name(self) -> str:
         return self.readers[0]
 
-    def each(self) -> list["Group"]:
-        """Return a group for each expert, or the group itself if it has none."""
-        if not self.experts:
+    def each(self, plan: Plan) -> list["Group"]:
+        """Return a group for each matrix of the stacks, or the group itself if there are none."""
+        if not self.stacked:
             return [self]
+        readers = (plan.stacks[name].by_index for name in self.readers)
         return [
             replace(
                 self,
-                readers=tuple(expert_named(reader, number) for reader in self.readers),
-                experts=0,
-                expert=number,
+                readers=tuple(weight.module for weights in own for weight in weights),
+                stacked=0,
+                index=index,
             )
-            for number in range(self.experts)
+            for index, own in enumerate(zip(*readers, strict=True))
         ]
 
     def tie(self, values: torch.Tensor) -> torch.Tensor:
@@ -114,11 +117,5 @@ class Group:
             ),
             shape=tuple(fields["shape"]),
             tied=tuple(fields["tied"]),
-            experts=fields.get("experts", 0),
+            stacked=fields.get("stacked", 0),
         )
-
-
-def expert_named(parameter: str, number: int) -> str:
-    """Return the name of an expert's Linear, of a parameter that holds the weights of all."""
-    experts, _, projection = parameter.rpartition(".")
-    return f"{experts}.{number}.{projection}"

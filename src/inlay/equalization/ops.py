@@ -9,16 +9,15 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from inlay.graph import Source, fake_value, mutates, slots_of, tensor_op, weight_use
+from inlay.model import PRODUCTS
 from inlay.nodes.routing import routing_of
 
 __all__ = [
     "ATTENTION",
     "COMMUTING",
-    "LINEAR_KINDS",
     "Refusal",
     "bias_node",
     "commutes",
-    "experts_of",
     "is_about_shapes",
     "is_tensor",
     "norm_of",
@@ -28,6 +27,7 @@ __all__ = [
     "quantizes_linear",
     "shifted_parameter",
     "source_of",
+    "stacked_in",
     "times_read",
     "weight_source",
 ]
@@ -41,8 +41,6 @@ COMMUTING = {
     "relu", "leaky_relu", "abs", "neg", "dropout", "to", "float", "double", "half", "bfloat16",
     "type_as", "contiguous", "clone", "detach", "alias", "_to_copy",
 }  # fmt: skip
-# Products with a weight, or with the weights of many experts, whose rows and columns are scaled.
-LINEAR_KINDS = ("linear", "experts")
 ATTENTION = {
     F.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
@@ -74,19 +72,19 @@ def commutes(node: Node) -> bool:
     return op_name(node) in COMMUTING
 
 
-def experts_of(gm: GraphModule, readers: Collection[Node], makers: Collection[Node]) -> int:
-    """Return how many experts have scales of their own; 0 if readers and makers are no experts.
+def stacked_in(gm: GraphModule, readers: Collection[Node], makers: Collection[Node]) -> int:
+    """Return how many matrices have scales of their own; 0 if nobody reads or makes with stacks.
 
-    :raises Refusal: if they do not divide the rows of the value among experts in the same way
+    :raises Refusal: if readers and makers do not divide the rows of the value in the same way
     """
     uses = {node: weight_use(gm, node) for node in (*readers, *makers)}
-    of_experts = [use for use in uses.values() if use is not None and use.kind == "experts"]
-    if not of_experts:
+    of_stacks = [use for use in uses.values() if use is not None and use.kind == "grouped"]
+    if not of_stacks:
         return 0
     ends = {None if (routing := routing_of(node)) is None else routing.ends for node in uses}
-    if len(of_experts) < len(uses) or len(ends) > 1:
-        raise Refusal("its rows are not divided among the same experts everywhere")
-    weights = of_experts[0].weight_node
+    if len(of_stacks) < len(uses) or len(ends) > 1:
+        raise Refusal("its rows are not divided among the same matrices everywhere")
+    weights = of_stacks[0].weight_node
     assert weights is not None
     return len(fake_value(weights))
 
@@ -113,14 +111,14 @@ def parameters_of(gm: GraphModule, node: Node) -> tuple[Source, Source | None]:
         return Source(f"{node.target}.weight", False), bias
     use = weight_use(gm, node)
     assert use is not None
-    given = None if use.kind == "experts" else bias_node(node)
+    given = None if use.kind == "grouped" else bias_node(node)
     return source_of(use.weight_node), None if given is None else source_of(given)
 
 
 def quantizes_linear(gm: GraphModule, node: Node) -> bool:
-    """Whether an op is that of a Linear, or of experts, with a quantized input or weight."""
+    """Whether an op multiplies by a weight, and its input or weight is quantized."""
     use = weight_use(gm, node)
-    is_linear = use is not None and use.kind in LINEAR_KINDS and use.value is not None
+    is_linear = use is not None and use.kind in PRODUCTS and use.value is not None
     return is_linear and not slots_of(node).keys().isdisjoint(("input", "weight"))
 
 

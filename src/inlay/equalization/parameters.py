@@ -9,7 +9,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from inlay.equalization.group import Group, Producer
 from inlay.errors import StatisticsError
-from inlay.recipe import Plan
 
 __all__ = ["EqualizedParameters"]
 
@@ -20,23 +19,16 @@ class EqualizedParameters:
     """The parameters of a model by identity, and copies of those that groups scale.
 
     Parameters are referred to weakly: compiled code may outlive the model.
-
-    :param plan: knows the weights of experts; None if the model has none
     """
 
-    def __init__(self, model: nn.Module, plan: Plan | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._by_name: dict[str, weakref.ref[torch.Tensor]] = {}
-        for name, parameter in model.named_parameters():
-            self._names[parameter] = name
-            self._by_name[name] = weakref.ref(parameter)
-        # Weights of experts by identity, as parts of the parameters that hold them.
-        self._parts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        for stack in plan.stacks.values() if plan is not None else ():
-            for place, name in enumerate(stack.members):
-                assert plan is not None
-                self._parts[plan.experts[name].weight] = stack.name, place, len(stack.projections)
-        # With the number of the expert whose part of the parameter is changed, if it is one's.
+        self._first_name: dict[str, str] = {}  # of parameters that have several, by each
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            first = self._first_name[name] = self._names.setdefault(parameter, name)  # type: ignore[no-untyped-call]
+            self._by_name[first] = weakref.ref(parameter)
+        # With the index of the matrix that is changed, if the parameter is a stack.
         self._changes: dict[str, list[tuple[int | None, _Change]]] = {}
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -45,23 +37,29 @@ class EqualizedParameters:
         known: Mapping[torch.Tensor, str] = self._names
         return None if tensor is None else known.get(tensor)
 
-    def scale(self, groups: Mapping[Group, torch.Tensor], weight_of: Mapping[str, str]) -> None:
+    def first_name(self, name: str) -> str:
+        """Return the first of the names that a parameter has in the model."""
+        return self._first_name[name]
+
+    def scale(
+        self, groups: Mapping[Group, torch.Tensor], parameter_of: Callable[[str], str]
+    ) -> None:
         """Have groups scaled from now on.
 
         :param groups: the scale of each channel, by group
-        :param weight_of: names of weights by names of readers
+        :param parameter_of: names the parameter that holds the weight of a reader
         """
         self._changes.clear()
         self._copies.clear()
         for group, scale in groups.items():
-            for weight in dict.fromkeys(weight_of[reader] for reader in group.readers):
+            for weight in dict.fromkeys(map(parameter_of, group.readers)):
                 self._add(weight, group, _times_columns(scale))
             for producer in group.producers:
                 own = group.scale_of(producer, scale)
                 self._add(producer.parameter, group, _divided(producer, own))
 
     def _add(self, parameter: str, group: Group, change: _Change) -> None:
-        self._changes.setdefault(parameter, []).append((group.expert, change))
+        self._changes.setdefault(parameter, []).append((group.index, change))
 
     def forget_copies(self) -> None:
         """Drop the copies that were made; they are made again when they are needed."""
@@ -76,16 +74,7 @@ class EqualizedParameters:
         return isinstance(tensor, torch.Tensor) and self.name_of(tensor) in self._changes
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the equalized copy of a parameter, or the parameter if nothing scales it.
-
-        The weight of an expert is a part of the copy of the parameter that holds it.
-        """
-        parts: Mapping[torch.Tensor, tuple[str, int, int]] = self._parts
-        if parameter in parts:
-            stack, place, count = parts[parameter]
-            if stack not in self._changes:
-                return parameter
-            return self.named(stack)[place // count].chunk(count)[place % count]
+        """Return the equalized copy of a parameter, or the parameter if nothing scales it."""
         name = self.name_of(parameter)
         if name is None or name not in self._changes:
             return parameter
@@ -103,15 +92,15 @@ class EqualizedParameters:
     def _scaled(
         self, value: torch.Tensor, changes: list[tuple[int | None, _Change]]
     ) -> torch.Tensor:
-        of_experts: dict[int | None, list[_Change]] = {}
-        for expert, change in changes:
-            of_experts.setdefault(expert, []).append(change)
-        if None in of_experts:
-            assert len(of_experts) == 1, "a group scales all experts of a parameter, or none"
-            return _changed(value, of_experts[None])
+        by_index: dict[int | None, list[_Change]] = {}
+        for index, change in changes:
+            by_index.setdefault(index, []).append(change)
+        if None in by_index:
+            assert len(by_index) == 1, "a parameter is scaled as a whole, or matrix by matrix"
+            return _changed(value, by_index[None])
         scaled = value.clone()
-        for expert, own in of_experts.items():  # one by one: all in a wider dtype take much room
-            scaled[expert] = _changed(value[expert], own)
+        for index, own in by_index.items():  # one by one: all in a wider dtype take much room
+            scaled[index] = _changed(value[index], own)
         return scaled
 
 

@@ -20,11 +20,9 @@ from inlay.equalization.channels import (
 from inlay.equalization.ops import (
     ATTENTION,
     COMMUTING,
-    LINEAR_KINDS,
     Refusal,
     bias_node,
     commutes,
-    experts_of,
     is_about_shapes,
     is_tensor,
     norm_of,
@@ -34,6 +32,7 @@ from inlay.equalization.ops import (
     quantizes_linear,
     shifted_parameter,
     source_of,
+    stacked_in,
     times_read,
     weight_source,
 )
@@ -49,6 +48,7 @@ from inlay.graph import (
     slots_of,
     weight_use,
 )
+from inlay.model import PRODUCTS
 
 __all__ = ["Search"]
 
@@ -103,9 +103,9 @@ class Search:
         self._channels = Axis(size)
         self._divide(use.value, (*[()] * (value.dim() - 1), (self._channels,)))
         self._check_readers()
-        self._experts = experts_of(self.gm, self.readers, self.makers)
-        if self._experts and len(self._trail.producers) > len(self.makers):
-            raise Refusal("a parameter that all experts share cannot have a scale for each")
+        self._stacked = stacked_in(self.gm, self.readers, self.makers)
+        if self._stacked and len(self._trail.producers) > len(self.makers):
+            raise Refusal("a parameter that a whole stack shares cannot have a scale for each")
 
     def found(self) -> FoundGroup:
         leaves = self._channels.leaves()
@@ -125,7 +125,7 @@ class Search:
             ),
             shape=tuple(leaf.size for leaf in leaves),
             tied=tuple(sorted({place[leaf] for leaf in leaves_of(self._trail.tied)})),
-            experts=self._experts,
+            stacked=self._stacked,
         )
 
     def scales(self, node: Node) -> bool:
@@ -152,7 +152,7 @@ class Search:
         if "output" in slots_of(node):
             raise Refusal("what it is computed from is quantized as an output")
         use = weight_use(self.gm, node)
-        if use is not None and use.kind in LINEAR_KINDS:
+        if use is not None and use.kind in PRODUCTS:
             self._take_up_in_rows(node, layout)
         elif norm_of(self.gm, node):
             self._take_up_in_norm(node, layout)

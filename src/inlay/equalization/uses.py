@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from inlay.equalization.ops import LINEAR_KINDS, is_tensor, parameters_of, source_of
+from inlay.equalization.ops import is_tensor, parameters_of, source_of
 from inlay.equalization.search import Search
 from inlay.graph import Source, Use, observes, transposed_by, weight_use
+from inlay.model import PRODUCTS
 from inlay.nodes.call_region import CallRegion
 
 __all__ = ["uses_of_parameters"]
@@ -29,7 +30,7 @@ def uses_of_parameters(gm: GraphModule, groups: list[Search]) -> Iterator[Use]:
             use = weight_use(gm, user)
             if observes(user) or isinstance(user.target, CallRegion):
                 continue  # a region knows its own uses
-            if use is not None and use.kind in LINEAR_KINDS and use.weight_node is node:
+            if use is not None and use.kind in PRODUCTS and use.weight_node is node:
                 yield Use(source, "columns", reading.get(user))
                 yield Use(source, "rows", making.get(user))
             elif (node, user) in vectors:

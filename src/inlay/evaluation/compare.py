@@ -69,7 +69,7 @@ def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]
             compares = index < LAYER_BATCHES
             plain = rerun.comparing_layers(batch) if compares else run_eagerly(model, batch)
             outputs.add(batch, plain, rerun.quantized(batch))
-        layers = layer_errors(model, rerun.bindings)
+        layers = layer_errors(rerun.bindings)
     return Comparison(
         batches=len(batches),
         changes=tuple(outputs.changes()),
@@ -88,9 +88,9 @@ def _require_finalized(model: nn.Module, calibration: Calibration) -> None:
     statistics = calibration.statistics
     if not statistics.is_final:
         raise ConfigurationError("finalize the calibration before comparing its result")
-    modules = statistics.plan.modules_of(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for slot in statistics.plan.weight_slots():
-        weight = getattr(modules.get(slot.module), "weight", None)
+        weight = parameters.get(statistics.plan.weights[slot.module].parameter)
         if statistics.plan.owner(weight) is None:
             raise ConfigurationError(
                 f"the weight of {slot.module} is not the one that was calibrated; compare the same "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from inlay.recipe.experts import ExpertStack
+from inlay.model import Stack
 from inlay.report.data import ExpertLayer, Finding, LayerError
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.coverage import coverage
@@ -24,11 +24,11 @@ def expert_layers(
     """
     errors = {layer.module: layer.sqnr_db for layer in layers}
     known = {each.experts: each for each in coverage(statistics)}
-    stacks: dict[str, list[ExpertStack]] = {}
+    stacks: dict[str, list[Stack]] = {}
     for stack in statistics.plan.stacks.values():
-        stacks.setdefault(stack.experts, []).append(stack)
+        stacks.setdefault(stack.holder, []).append(stack)
     for experts, own in stacks.items():
-        sqnr = tuple(_worst(own, number, errors) for number in range(len(own[0].parameter)))
+        sqnr = tuple(_worst(own, number, errors) for number in range(len(own[0].by_index)))
         seen = known.get(experts)
         if seen is None and all(each is None for each in sqnr):
             continue
@@ -41,15 +41,11 @@ def expert_layers(
 
 
 def _worst(
-    stacks: Iterable[ExpertStack], number: int, errors: Mapping[str, float | None]
+    stacks: Iterable[Stack], number: int, errors: Mapping[str, float | None]
 ) -> float | None:
     """Return the SQNR of the worst projection of an expert; None if no data reached it."""
-    names = (
-        f"{stack.experts}.{number}.{projection}"
-        for stack in stacks
-        for projection in stack.projections
-    )
-    found = [error for name in names if (error := errors.get(name)) is not None]
+    weights = (weight for stack in stacks for weight in stack.by_index[number])
+    found = [error for each in weights if (error := errors.get(each.module)) is not None]
     return min(found, default=None)
 
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from inlay.calibration.bindings import Bindings
 from inlay.observers import QParamsDict
@@ -54,9 +53,7 @@ class Noise:
         return 10 * math.log10(self.signal / self.error) if self.signal else -math.inf
 
 
-def layer_errors(
-    model: nn.Module, bindings: Bindings, plan: Plan | None = None
-) -> tuple[LayerError, ...]:
+def layer_errors(bindings: Bindings, plan: Plan | None = None) -> tuple[LayerError, ...]:
     """Compute the SQNR of quantized Linear and Embedding modules, in the order of the model.
 
     Each layer is judged alone: it gets what the plain model feeds it, with weight and input
@@ -71,10 +68,10 @@ def layer_errors(
         LayerError(
             module=name,
             sqnr_db=_output(bindings, name).decibels,
-            weight_sqnr_db=_weight(bindings, slots).decibels,
+            weight_sqnr_db=_weight(bindings, plan, slots).decibels,
             input_sqnr_db=_input(bindings, name, slots).decibels,
         )
-        for name in plan.modules_of(model)
+        for name in plan.places
         if (slots := _quantized_slots(bindings, plan, name))
     )
 
@@ -93,8 +90,8 @@ def weight_errors(
             continue
         known = found.setdefault(slot.module, Noise())
         if slot.is_weight:
-            weight = weights.plain(slot).detach()
-            known.add(weight, weights.folded_for_once(slot, qparams[slot.name]))
+            view = plan.weights[slot.module]
+            known.add(weights.plain(view).detach(), weights.quantized(view, qparams))
     return tuple(
         LayerError(module=module, sqnr_db=None, weight_sqnr_db=noise.decibels)
         for module, noise in found.items()
@@ -113,14 +110,13 @@ def _input(bindings: Bindings, module: str, slots: Mapping[str, Slot]) -> Noise:
     return Noise.of(sums[2], sums[3], rows=sums[4])
 
 
-def _weight(bindings: Bindings, slots: Mapping[str, Slot]) -> Noise:
+def _weight(bindings: Bindings, plan: Plan, slots: Mapping[str, Slot]) -> Noise:
     if "weight" not in slots:
         return Noise()
-    slot = slots["weight"]
+    weights, view = bindings.weights, plan.weights[slots["weight"].module]
     assert bindings.statistics.qparams is not None
-    weight = bindings.weights.plain(slot).detach()
-    folded = bindings.weights.folded_for_once(slot, bindings.statistics.qparams[slot.name])
-    return Noise().add(weight, folded)
+    quantized = weights.quantized(view, bindings.statistics.qparams)
+    return Noise().add(weights.plain(view).detach(), quantized)
 
 
 def _quantized_slots(bindings: Bindings, plan: Plan, module: str) -> dict[str, Slot]:

@@ -72,7 +72,7 @@ def report_of(
     if calibration.recipe.gptq is not None:
         scheme += ", GPTQ"
     record = record or Record(model=model_name(model), data="")
-    before, after = sizes or _estimated_sizes(model, statistics)
+    before, after = sizes or _estimated_sizes(calibration)
     return ReportData(
         title=f"{record.model}, {scheme}",
         model=record.model,
@@ -107,9 +107,7 @@ def report_of(
             UnequalizedValue(module=module, reason=reason)
             for module, reason in calibration.equalization.refused.items()
         ),
-        compensated=tuple(
-            compensated_weights(calibration.compensations, statistics.plan.modules_of(model))
-        ),
+        compensated=tuple(compensated_weights(calibration.compensations, statistics.plan.places)),
         experts=tuple(expert_layers(statistics, layers)),
     )
 
@@ -148,7 +146,7 @@ def _about_modules_left(plan: Plan) -> Iterable[Finding]:
     """Report what stays in full precision although the recipe may mean it."""
     for text in left_in_words(plan.modules_left):
         yield Finding(severity="warning", text=f"{text}.")
-    left = plan.experts_left
+    left = plan.stacks_left
     for reason in dict.fromkeys(left.values()):
         names = [name for name, own in left.items() if own == reason]
         yield Finding(
@@ -209,10 +207,8 @@ class _SlotRecords:
     ) -> None:
         statistics = self._statistics = calibration.statistics
         self._qparams = qparams
-        self._equalized = calibration.equalization.parameters
-        self._modules = statistics.plan.modules_of(calibration.model)
-        places = {name: place for place, name in enumerate(self._modules)}
-        self._slots = sorted(plan.slots.values(), key=lambda s: places[s.module])
+        self._weights = calibration.weights
+        self._slots = sorted(plan.slots.values(), key=lambda s: plan.places[s.module])
         share = _BINS_IN_ALL // max(1, len(statistics.plan.slots))
         self._bins = max(_FEWEST_BINS, min(_BINS, share))
         # Slots that share their statistics share one range and one picture.
@@ -244,11 +240,9 @@ class _SlotRecords:
         )
 
     def _of_weight(self, slot: Slot, clip: Clip) -> dict[str, Any]:
-        weight = self._modules[slot.module].weight
-        assert isinstance(weight, torch.Tensor)
-        weight = self._equalized.of(weight)
-        low, high = (float(value) for value in weight.detach().aminmax())
-        picture = distribution_of_weight(weight.detach(), clip, bins=min(_WEIGHT_BINS, self._bins))
+        weight = self._weights.plain(self._statistics.plan.weights[slot.module]).detach()
+        low, high = (float(value) for value in weight.aminmax())
+        picture = distribution_of_weight(weight, clip, bins=min(_WEIGHT_BINS, self._bins))
         return {"low": low, "high": high, "distribution": picture}
 
     def _of_activation(self, slot: Slot, clip: Clip) -> dict[str, Any]:
@@ -317,20 +311,19 @@ def _versions() -> dict[str, str]:
     return {**versions, "python": platform.python_version()}
 
 
-def _estimated_sizes(model: nn.Module, statistics: StatisticsBySlot) -> tuple[int, int]:
+def _estimated_sizes(calibration: Calibration) -> tuple[int, int]:
     """Return the bytes of all parameters and buffers, before and after packing the weights."""
+    model, plan, weights = calibration.model, calibration.plan, calibration.weights
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     before = after = sum(tensor.nbytes for tensor in tensors.values())
-    assert statistics.qparams is not None
-    modules = statistics.plan.modules_of(model)
-    plan = statistics.plan
+    assert calibration.qparams is not None
+    counted = set()
     for slot in plan.weight_slots():
-        own = modules[slot.module].weight
-        assert isinstance(own, torch.Tensor)
-        # Count tied weights once.
-        weight = own if slot.module in plan.experts else tensors.pop(id(own), None)
-        qparams = statistics.qparams.get(slot.name)
-        if weight is None or qparams is None:
+        view = plan.weights[slot.module]
+        weight, qparams = weights.original(view), calibration.qparams.get(slot.name)
+        is_tied = weights.place(view) in counted
+        counted.add(weights.place(view))
+        if is_tied or qparams is None:
             continue
         packed = math.ceil(weight.numel() * slot.args.num_bits / 8)
         after += packed - weight.nbytes + qparams["scale"].nbytes

@@ -52,7 +52,7 @@ def compare_traced(
 def _tolerance(model: nn.Module) -> float:
     """Return the relative difference that rounding may explain: half of the digits of the dtype.
 
-    Over the families of `tests/support/families.py`, SmolLM2 and five models with experts, in
+    Over the families of `tests/support/families.py`, SmolLM2 and five MoE models, in
     float32 and bfloat16, with and without padding, traced and eager outputs are equal bit for bit.
     The exception is Mamba in float32, at 0.3 eps. sqrt(eps) leaves room for models that choose
     other kernels while they are traced: 2,900 eps in float32, 11 eps in bfloat16. Tracing faults

@@ -45,7 +45,7 @@ class FoundGroup:
     producers: tuple[FoundProducer, ...]
     shape: tuple[int, ...]
     tied: tuple[int, ...]
-    experts: int = 0
+    stacked: int = 0
 
 
 @dataclass(frozen=True)

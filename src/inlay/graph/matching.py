@@ -54,9 +54,9 @@ _WIDENING = {
 
 @dataclass(frozen=True)
 class WeightUse:
-    """An op that uses the weight of a Linear or an Embedding, or those of many experts."""
+    """An op that uses the weight of a Linear or an Embedding, or a stack of weights."""
 
-    kind: str  # "linear", "embedding" or "experts"
+    kind: str  # of `inlay.model.KINDS`
     value: Node | None  # the activation; an embedding has none
     weight: torch.Tensor | None  # the very tensor, where it is known
     weight_node: Node | None  # None where the op is a call of the module itself
@@ -130,7 +130,7 @@ _OPERANDS = {
     "linear": _Operands("linear", (0, _FIRST), (1, ("weight",))),
     "embedding": _Operands("embedding", (0, _FIRST), (1, ("weight",))),
     "embedding, weight first": _Operands("embedding", (1, ("indices",)), (0, ("weight",))),
-    "grouped": _Operands("experts", (0, _FIRST), (1, ("weight", "mat2")), is_product=True),
+    "grouped": _Operands("grouped", (0, _FIRST), (1, ("weight", "mat2")), is_product=True),
     "product": _Operands("linear", (0, _FIRST), (1, ("other", "mat2")), is_product=True),
     "addmm": _Operands("linear", (1, ("mat1",)), (2, ("mat2",)), is_product=True),
 }

@@ -95,7 +95,7 @@ def _scheme(args: dict[str, QuantizationArgs], targets: list[str]) -> Quantizati
 def targets_of(names: Collection[str], everything: Iterable[str]) -> list[str]:
     """Targets that match these modules and none of the others, as few as numbers in names allow.
 
-    A large model has thousands of experts, and each target is held against each module.
+    A large model has thousands of modules, and each target is matched with each of them.
 
     :param everything: the names of all modules
     """
@@ -114,7 +114,7 @@ def targets_of(names: Collection[str], everything: Iterable[str]) -> list[str]:
 
 
 def _pattern(name: str, *, any_number: bool) -> str:
-    """The target that matches a name, or all names with other numbers of layers and experts."""
+    """Return a target that matches a name, or all names that differ in their numbers alone."""
     parts = (
         "[0-9]+" if any_number and part.isascii() and part.isdecimal() else re.escape(part)
         for part in name.split(".")

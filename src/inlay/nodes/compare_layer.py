@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 
+from inlay.model import Weight
 from inlay.nodes.quantize import QuantizeDequantize
+from inlay.nodes.routing import row_groups, valid_rows
 
-__all__ = ["POWERS", "CompareLayer", "add_powers"]
+__all__ = ["POWERS", "CompareLayer"]
 
 # What a compare node sums up: powers of signals and of their errors, and rows compared.
 POWERS = ("output", "output error", "input", "input error", "rows")
@@ -21,12 +24,16 @@ class CompareLayer:
     """The callable of a compare node: adds the powers of a layer's signal and error to sums.
 
     It feeds the layer what the plain model feeds it, with input and weight quantized. Its arguments
-    are the input, the output, the weight, the folded weight, the sums in the order of `POWERS`, and
-    the qparams of the input. A batch with padding adds a mask in the layout of the input.
+    are the input, the output, the parameter with the weights, the same folded, the sums of each
+    weight in the order of `POWERS`, and the qparams of the input. A batch with padding adds a mask
+    in the layout of the input. If the rows of the input stand in groups, one for each matrix of a
+    stack, more arguments tell where the rows of each group end and which token each row is of.
 
+    :param weights: the weights of the parameter, without names, which blocks do not share
     :param quantize: how the input is quantized; None if it is not
     """
 
+    weights: tuple[Weight, ...]
     quantize: QuantizeDequantize | None
     __name__ = "compare_layer"
 
@@ -40,16 +47,27 @@ class CompareLayer:
         sums: torch.Tensor,
         *qparams: torch.Tensor,
         mask: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
+        token_of_row: torch.Tensor | None = None,
     ) -> None:
         # The whole value, before rows are left out: dynamic scales may depend on all of it.
-        quantized = value if self.quantize is None else self.quantize(value, *qparams)
-        rows = slice(None) if mask is None else mask.expand(value.shape[:-1]).flatten()
-        value, output = _picked(value, rows), _picked(output, rows)
-        quantized = value if self.quantize is None else _picked(quantized, rows)
-        add_powers(sums, value, quantized, output, weight, folded)
+        quantized = value if self.quantize is None else self.quantize(value, *qparams, ends=ends)
+        if ends is not None:
+            valid = valid_rows(mask, token_of_row)
+        else:
+            valid = None if mask is None else mask.expand(value.shape[:-1]).flatten()
+        of_weight = iter(zip(self.weights, sums, strict=True))
+        by_index = groupby(of_weight, lambda each: each[0].index)
+        for rows, (_, own) in zip(row_groups(ends, valid), by_index, strict=True):
+            given = _picked(value, rows)
+            given_quantized = given if self.quantize is None else _picked(quantized, rows)
+            found = output.flatten(0, -2)[rows]
+            for view, powers in own:
+                matrices = view.read(weight), view.read(folded)
+                _add_powers(powers, given, given_quantized, view.outputs_of(found), *matrices)
 
 
-def add_powers(
+def _add_powers(
     sums: torch.Tensor,
     value: torch.Tensor,
     quantized: torch.Tensor,
@@ -68,7 +86,8 @@ def add_powers(
         sums[3] += _power(quantized - value)
     sums[4] += len(value)
     wide = weight.float()
-    error = _error_of(value, quantized, wide, wide if folded is weight else folded.float())
+    is_same = folded.data_ptr() == weight.data_ptr()
+    error = _error_of(value, quantized, wide, wide if is_same else folded.float())
     step = max(1, _CHUNK // len(weight))
     for start in range(0, len(value), step):
         part = slice(start, start + step)

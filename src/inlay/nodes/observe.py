@@ -1,11 +1,15 @@
 """Nodes that observe: their callables, which take the statistics of a slot as arguments."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from inlay.nodes.opaque import observe_opaquely
+from inlay.nodes.routing import valid_rows
+from inlay.nodes.row_groups import observe_all_groups, observe_each_group
 from inlay.ranges.candidates import is_traced
+from inlay.ranges.row_groups import RowGroups
 from inlay.statistics.rule import Rule, TensorSpec
 from inlay.torch_private import fake_mode_of
 
@@ -17,25 +21,32 @@ class Observe:
     """The callable of an observe node: updates the statistics it is given from a value.
 
     Its arguments are the value, how many values and how many tokens were seen before, the
-    statistics in the order of `specs`, and the mask of a batch with padding.
+    statistics in the order of `specs`, and the mask of a batch with padding. If the rows of the
+    value stand in groups, counts and statistics have a first dimension of groups, and more
+    arguments tell where the rows of each group end and which token each row is of.
 
-    :param specs: shapes of the statistics
+    :param specs: shapes of the statistics, of one group
     :param reason: why the observer cannot be traced and keeps its statistics itself, if so
+    :param groups: how many row groups have statistics of their own; None for the value as a whole
+    :param first: the number of the first group whose rows the value has; it may have those of some
     """
 
     rule: Rule
     specs: tuple[TensorSpec, ...] = ()
     reason: str | None = None
+    groups: int | None = None
+    first: int = 0
     __name__ = "observe"
 
     @classmethod
-    def traced(cls, rule: Rule, value: torch.Tensor) -> "Observe":
+    def traced(cls, rule: Rule, value: torch.Tensor, groups: int | None = None) -> "Observe":
         """Find the shapes of the statistics with a value without data, or why that cannot be."""
         try:
-            return cls(rule, rule.specs(value))
+            return cls(rule, rule.specs(value), groups=groups)
         except Exception as error:
             # A user's own observer may fail in any way while it is traced, and works untraced.
-            return cls(rule, (), f"{type(error).__name__}: {error}".split("\n")[0])
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            return cls(rule, (), reason, groups)
 
     @torch.no_grad()
     def __call__(
@@ -45,10 +56,16 @@ class Observe:
         tokens: torch.Tensor,
         *statistics: torch.Tensor,
         mask: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
+        token_of_row: torch.Tensor | None = None,
     ) -> None:
+        value = value.detach()
+        if ends is not None:
+            valid = valid_rows(mask, token_of_row)
+            self._observe_groups(value, seen, tokens, statistics, RowGroups(ends, valid))
+            return
         if isinstance(value.numel(), int) and value.numel() == 0:
             return
-        value = value.detach()
         if self.reason is not None:
             observe_opaquely(value, seen, tokens, *statistics, mask)
             return
@@ -62,6 +79,23 @@ class Observe:
             tensor.copy_(after[name])
         seen.add_(1 if valid is None else valid.any().to(seen.dtype))
         tokens.add_(self.rule.tokens(value) if valid is None else valid.sum())
+
+    def _observe_groups(
+        self,
+        value: torch.Tensor,
+        seen: torch.Tensor,
+        tokens: torch.Tensor,
+        statistics: Sequence[torch.Tensor],
+        groups: RowGroups,
+    ) -> None:
+        if not self.in_graph:
+            ends, valid = groups.ends, groups.valid
+            observe_each_group(value, seen, tokens, *statistics, ends, valid, self.first)
+            return
+        own = slice(self.first, self.first + len(groups.ends))
+        names = (spec.name for spec in self.specs)
+        before = {name: of_all[own] for name, of_all in zip(names, statistics, strict=True)}
+        observe_all_groups(self.rule, before, seen[own], tokens[own], value, groups)
 
     def _take_in(
         self,
@@ -89,19 +123,25 @@ class Observe:
     def is_opaque(self) -> bool:
         return self.reason is not None
 
+    @property
+    def in_graph(self) -> bool:
+        """Whether the graph itself updates the statistics."""
+        return self.reason is None and (self.groups is None or self.rule.measures_parts)
+
     def fake_inputs(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The arguments after the value, by name and without data."""
+        """Return the arguments after the value, by name and without data."""
         mode = fake_mode_of(value)
         assert mode is not None, "a graph is traced with fake tensors"
+        first = () if self.groups is None else (self.groups,)
         with mode:
             counts = {
-                name: torch.empty((), dtype=torch.int64, device=value.device)
+                name: torch.empty(first, dtype=torch.int64, device=value.device)
                 for name in ("seen", "tokens")
             }
-            if self.is_opaque:
+            if not self.in_graph:
                 return {**counts, "handle": torch.empty((), dtype=torch.int64)}
             statistics = {
-                spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+                spec.name: torch.empty((*first, *spec.shape), dtype=spec.dtype, device=spec.device)
                 for spec in self.specs
             }
         return {**counts, **statistics}

@@ -11,6 +11,7 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from inlay.observers import QParamsDict
 from inlay.ranges.args import key_of
+from inlay.ranges.row_groups import RowGroups
 
 __all__ = ["QuantizeDequantize", "fold_weight", "parts_by_rows"]
 
@@ -28,6 +29,9 @@ _BY_ROWS = (
 @dataclass(frozen=True, eq=False)
 class QuantizeDequantize:
     """The callable of a quantize-dequantize node: what the quantized model will see of a value.
+
+    If the rows of the value stand in groups, it takes the qparams of all groups along a first
+    dimension, and where the rows of each group end.
 
     :param args: how the value is quantized
     :param names: which qparams follow the value, of scale, zero_point and global_scale; those
@@ -48,8 +52,18 @@ class QuantizeDequantize:
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def __call__(self, value: torch.Tensor, *qparams: torch.Tensor) -> torch.Tensor:
-        return self.quantized(value, dict(zip(self.names, qparams, strict=True)))
+    def __call__(
+        self, value: torch.Tensor, *qparams: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        given = dict(zip(self.names, qparams, strict=True))
+        if ends is None:
+            return self.quantized(value, given)
+        if not given:
+            # A row is a token, which compressed-tensors looks for in a second dimension: without
+            # one it would give all rows of all groups one scale.
+            return self.quantized(value.unsqueeze(0), {}).squeeze(0)
+        number = RowGroups(ends).numbers(len(value)).clamp(max=len(ends) - 1)
+        return self.quantized(value, {name: of_all[number] for name, of_all in given.items()})
 
     def quantized(self, value: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Quantize and dequantize a value by the qparams that are given, computing the others."""

@@ -1,4 +1,4 @@
-"""How a graph sends rows to experts: which rows each expert gets, and which tokens they are."""
+"""How a graph sends rows to a stack of matrices: which rows each gets, of which tokens."""
 
 import operator
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from inlay.graph import tensor_op
 
-__all__ = ["Routing", "routing_by", "routing_of", "rows_that_count"]
+__all__ = ["Routing", "routing_by", "routing_of", "row_groups", "valid_rows"]
 
 _CASTS = {"float", "int", "to", "_to_copy", "clone", "contiguous"}
 _QUOTIENTS = {"floordiv", "floor_divide", "div"}
@@ -21,7 +21,7 @@ _SELECTIONS = {"getitem", "index", "index_select"}
 class Routing:
     """Where the rows of a grouped product come from.
 
-    :param ends: the node with the row at which each expert's rows end
+    :param ends: the node with the row at which the rows of each group end
     :param tokens: the node with the number of the token that each row is of; None if unknown
     :param source: the node that has a row for each token; None if unknown
     """
@@ -32,12 +32,12 @@ class Routing:
 
 
 def routing_of(product: Node) -> Routing | None:
-    """Read how the rows of a grouped product are routed; None if it names no ends of experts.
+    """Read how the rows of a grouped product are routed; None if it names no ends of groups.
 
-    Rows stand in the order of experts: transformers sorts the experts of all tokens, takes rows in
+    Rows stand in the order of groups: transformers sorts the choices of all tokens, takes rows in
     that order, and counts them to find the ends.
 
-        sorted, order = sort(experts)
+        sorted, order = sort(chosen)
         rows = hidden[order // top_k]
         ends = cumsum(histc(sorted))
     """
@@ -46,7 +46,7 @@ def routing_of(product: Node) -> Routing | None:
 
 
 def routing_by(ends: Node) -> Routing:
-    """Read from where the rows of each expert end how rows are routed."""
+    """Read from where the rows of each group end how rows are routed."""
     everywhere = _everywhere(ends)
     if everywhere is not None:
         return everywhere
@@ -60,7 +60,7 @@ def routing_by(ends: Node) -> Routing:
 
 
 def _everywhere(ends: Node) -> Routing | None:
-    """The routing of a node that gives every token to every expert."""
+    """Return the routing of a node that gives every token to every group."""
     every = ends.args[0] if ends.target is operator.getitem else None
     if not isinstance(every, Node) or getattr(every.target, "__name__", "") != "every_token":
         return None
@@ -106,8 +106,19 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
-def rows_that_count(mask: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor | None:
-    """Tell of each row whether its token is one, and not padding; None if all are."""
+def valid_rows(mask: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """Tell for each row whether it is of a valid token; None if all are."""
     if mask is None or tokens is None:
         return None
     return (mask.reshape(-1) != 0)[tokens]
+
+
+def row_groups(
+    ends: torch.Tensor | None, valid: torch.Tensor | None
+) -> Iterator[slice | torch.Tensor]:
+    """Yield an index of the valid rows of each group, or of all rows if there are no groups."""
+    start = 0
+    for end in (None,) if ends is None else ends.tolist():
+        rows = slice(start, end)
+        yield rows if valid is None else start + valid[rows].nonzero().flatten()
+        start = end or 0

@@ -9,7 +9,7 @@ from inlay.observers.helpers import as_stored
 from inlay.observers.kwargs import Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.ranges.padding import fill_invalid
-from inlay.ranges.parts import Parts
+from inlay.ranges.row_groups import RowGroups
 
 __all__ = ["ChannelRangeObserver"]
 
@@ -41,6 +41,6 @@ class ChannelRangeObserver(MeasuringObserver):
         ranges = {"min_vals": as_stored(low), "max_vals": as_stored(high)}
         return {**ranges, "magnitudes": sizes.sum(0)}
 
-    def measure_input_parts(self, x: torch.Tensor, parts: Parts) -> Tensors:
+    def measure_input_parts(self, x: torch.Tensor, parts: RowGroups) -> Tensors:
         ranges = {"min_vals": as_stored(parts.least(x)), "max_vals": as_stored(parts.largest(x))}
         return {**ranges, "magnitudes": parts.total(x.abs().to(torch.float32))}

@@ -25,7 +25,7 @@ FUSED_LAYER_NAMES: list[tuple[str, ...]] = [
     ("gate_proj", "up_proj"),
     ("q_proj", "k_proj", "v_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek multi-latent attention
-    ("w1", "w3"),  # experts of Mixtral and similar models
+    ("w1", "w3"),  # gate and up of Mixtral and similar models
 ]
 
 _OBSERVABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

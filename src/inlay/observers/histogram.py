@@ -20,7 +20,7 @@ from inlay.ranges.args import key_of
 from inlay.ranges.clipping import ClipSearch, Loss, clip, divergence, quantization_error
 from inlay.ranges.float_histogram import FloatBins, Histogram
 from inlay.ranges.padding import as_weights
-from inlay.ranges.parts import Parts
+from inlay.ranges.row_groups import RowGroups
 
 __all__ = ["HistogramObserver"]
 
@@ -99,7 +99,7 @@ class HistogramObserver(StaticMinMaxObserver):
         zeros = torch.arange(self.bins.size, device=observed.device) == 0
         return counts - zeros * ((~valid).sum() * observed.size(-1))
 
-    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+    def measure_parts(self, observed: torch.Tensor, parts: RowGroups) -> Tensors:
         counts = self.bins.count(as_stored(observed), parts)
         return {**super().measure_parts(observed, parts), "counts": counts}
 

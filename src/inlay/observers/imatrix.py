@@ -15,7 +15,7 @@ from inlay.observers.helpers import flatten_for_calibration
 from inlay.observers.kwargs import count, expansion, fraction, positive, switch
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.observers.mse import shrink_factors
-from inlay.ranges.parts import Parts
+from inlay.ranges.row_groups import RowGroups
 from inlay.ranges.search import RangeSearch
 
 __all__ = ["IMatrixMSEObserver", "NVFP4ExpandedIMatrixObserver"]
@@ -138,7 +138,7 @@ class IMatrixMSEObserver(MeasuringObserver):
             "_imatrix_count": none + (math.prod(x.shape[:-1]) if valid is None else valid.sum()),
         }
 
-    def measure_input_parts(self, x: torch.Tensor, parts: Parts) -> Tensors:
+    def measure_input_parts(self, x: torch.Tensor, parts: RowGroups) -> Tensors:
         squares = x.to(_PRECISION).pow(2)
         return {"_imatrix_sum": parts.total(squares), "_imatrix_count": parts.counts()}
 

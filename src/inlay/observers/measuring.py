@@ -7,7 +7,7 @@ import torch
 
 from inlay.observers.base import Observer
 from inlay.observers.helpers import flatten_for_calibration
-from inlay.ranges.parts import Parts
+from inlay.ranges.row_groups import RowGroups
 from inlay.reductions import MAXIMUM, MINIMUM, SUM, Reduction, reduction_of
 
 __all__ = ["MeasuringObserver", "Tensors"]
@@ -45,7 +45,7 @@ class MeasuringObserver(Observer):
         """
         raise NotImplementedError
 
-    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+    def measure_parts(self, observed: torch.Tensor, parts: RowGroups) -> Tensors:
         """Compute the statistics of each part of a value alone, along a first dimension.
 
         What it gives for a part without observations is not looked at. If the class that implements
@@ -53,7 +53,7 @@ class MeasuringObserver(Observer):
         """
         raise NotImplementedError
 
-    def measure_input_parts(self, x: torch.Tensor, parts: Parts) -> Tensors:
+    def measure_input_parts(self, x: torch.Tensor, parts: RowGroups) -> Tensors:
         """Compute the statistics of each part of an input of the module; see `measure_parts`.
 
         :param x: of shape (rows, features)

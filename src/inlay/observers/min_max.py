@@ -13,7 +13,7 @@ from inlay.observers.kwargs import AVERAGING_CONSTANT, Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.ranges.candidates import is_traced
 from inlay.ranges.padding import fill_invalid
-from inlay.ranges.parts import Parts
+from inlay.ranges.row_groups import RowGroups
 
 __all__ = [
     "MemorylessMinMaxObserver",
@@ -33,7 +33,7 @@ class MemorylessMinMaxObserver(MeasuringObserver):
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         return _min_max(observed, valid)
 
-    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+    def measure_parts(self, observed: torch.Tensor, parts: RowGroups) -> Tensors:
         return _min_max_of_parts(observed, parts)
 
     @classmethod
@@ -85,7 +85,7 @@ class MinMaxObserver(MovingAverage):
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         return _min_max(observed, valid)
 
-    def measure_parts(self, observed: torch.Tensor, parts: Parts) -> Tensors:
+    def measure_parts(self, observed: torch.Tensor, parts: RowGroups) -> Tensors:
         return _min_max_of_parts(observed, parts)
 
 
@@ -96,7 +96,7 @@ def _min_max(observed: torch.Tensor, valid: torch.Tensor | None) -> Tensors:
     return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
 
 
-def _min_max_of_parts(observed: torch.Tensor, parts: Parts) -> Tensors:
+def _min_max_of_parts(observed: torch.Tensor, parts: RowGroups) -> Tensors:
     # Rows first: a compiled graph takes these while it makes the value, and few numbers are left.
     low, high = parts.least(observed.amin(-1)), parts.largest(observed.amax(-1))
     return {"min_vals": as_stored(low), "max_vals": as_stored(high)}

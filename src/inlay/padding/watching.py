@@ -47,9 +47,9 @@ class _Watcher(TorchFunctionMode):
         super().__init__()
         self._plan, self._sizes = plan, sizes
         self._inside: list[str] = []  # the modules that run now, the innermost one last
-        self._experts = {stack.experts: [] for stack in plan.stacks.values()}  # type: ignore[var-annotated]
+        self._stacks: dict[str, list[str]] = {}  # by the module that holds them
         for stack in plan.stacks.values():
-            self._experts[stack.experts].append(stack.name)
+            self._stacks.setdefault(stack.holder, []).append(stack.name)
         self._transposes: dict[int, torch.Tensor] = {}  # by identity, with the weight they are of
         self._orders: dict[int, str] = {}  # of tensors with flattened tokens
         self._kept: list[torch.Tensor] = []  # so that identities stay those of one tensor
@@ -58,9 +58,9 @@ class _Watcher(TorchFunctionMode):
     def hooks(self, name: str, module: nn.Module) -> Iterator[Any]:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             self._inside.append(name)
-            if name in self._experts:
+            if name in self._stacks:
                 given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-                for stack in self._experts[name] if given else ():
+                for stack in self._stacks[name] if given else ():
                     self._note(f"{stack}.input", given[0])
 
         def leave(_: nn.Module, args: Any, result: Any) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from inlay.ranges.parts import Parts, beside
+from inlay.ranges.row_groups import RowGroups, beside
 
 __all__ = ["FloatBins", "Histogram"]
 
@@ -59,7 +59,7 @@ class FloatBins:
         bin_ += negative
         return bin_
 
-    def count(self, observed: torch.Tensor, parts: Parts | None = None) -> torch.Tensor:
+    def count(self, observed: torch.Tensor, parts: RowGroups | None = None) -> torch.Tensor:
         """Count the values of each group in each bin.
 
         :param observed: values of shape (num_observations, *qparam_shape, group_size)

@@ -2,7 +2,7 @@
 
 import torch
 
-from inlay.ranges.parts import beside
+from inlay.ranges.row_groups import beside
 
 __all__ = ["as_weights", "fill_invalid"]
 

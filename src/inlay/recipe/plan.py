@@ -7,24 +7,16 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
-from compressed_tensors.utils.match import (
-    is_match,
-    is_narrow_match,
-    match_named_modules,
-    match_targets,
-)
+from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 
 from inlay.errors import ConfigurationError
+from inlay.model import PRODUCTS, Stack, StackedLinear, Weight, find_stacks
 from inlay.observers import FUSED_LAYER_NAMES
 from inlay.ranges.args import key_of
 from inlay.recipe.describe import left_in_words
-from inlay.recipe.experts import ExpertLinear, ExpertStack, expert_stacks
 from inlay.recipe.owners import Locate, Owners
 from inlay.recipe.recipe import Recipe
-from inlay.recipe.recognition import problem_with_product
 from inlay.recipe.requirements import (
     require_fitting_shapes,
     require_matches,
@@ -33,44 +25,53 @@ from inlay.recipe.requirements import (
 )
 from inlay.recipe.served_experts import scheme_of_experts
 from inlay.recipe.slot import BASE_NAMES, Slot, channels_of
+from inlay.recipe.targets import Ports, own_layout, quantized_ports, schemes_of
 
 __all__ = ["Plan"]
 
-_KINDS = {"linear": nn.Linear, "embedding": nn.Embedding}
-
 
 class Plan:
-    """A recipe applied to a model: its slots by name, and the modules that own its weights."""
+    """A recipe applied to a model: its slots by name, and the weights that they belong to.
+
+    :ivar weights: views of the weights of quantized layers, by module
+    :ivar stacks: parameters whose weights are quantized and that an op reads as a whole, by name
+    :ivar kinds: how ops read a weight, of `KINDS`, by module or stack
+    :ivar schemes: how modules are quantized; none for those of which only the cache is
+    :ivar places: the order of all modules, and of all weights in stacks
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
         self.slots: dict[str, Slot] = {}
+        self.weights: dict[str, Weight] = {}
+        self.stacks: dict[str, Stack] = {}
         self.kinds: dict[str, str] = {}
-        self.modules: set[str] = set()  # names of all modules
+        self.schemes: dict[str, QuantizationScheme] = {}
+        self._of_stacks: dict[str, Slot] = {}  # the slots of ops that read a whole stack
         self._owners = Owners(model)
         for name, module in model.named_modules(remove_duplicate=False):
-            self.modules.add(name)
-            kind = next((k for k, cls in _KINDS.items() if isinstance(module, cls)), None)
-            if kind is not None:
-                self.kinds[name] = kind
-        self.experts: dict[str, ExpertLinear] = {}  # by name
-        self.stacks: dict[str, ExpertStack] = {}  # parameters whose experts are quantized
-        self._stacked: dict[str, Slot] = {}  # what an op on a whole stack has for slots
-        # The second: why experts stay as they are, by the module that has them.
-        stacks, self.experts_left = expert_stacks(model)
-        for stack in stacks:
-            self.experts.update({name: ExpertLinear(w) for name, w in stack.members.items()})
-        everything = self.modules_of(model)
+            layout = own_layout(name, module)
+            if layout is not None:
+                self.kinds[name] = layout.kind
+        # Modules that keep their stacks as they are, with the reasons.
+        stacks, self.stacks_left = find_stacks(model)
+        everything = _with_stacks(model, stacks)
+        self.places = {name: place for place, name in enumerate(everything)}
         require_matches(everything, type(model).__name__, recipe)
-        # The second: why other modules stay as they are, although the recipe targets them.
+        # Other modules that stay as they are although the recipe targets them, with the reasons.
         self.modules_left: dict[str, str] = {}
-        for name, parts in _quantized_parts(model, recipe, self.modules_left):
-            self._add(name, parts)
+        for name, ports, scheme in quantized_ports(model, recipe, self.modules_left):
+            self._add(name, ports, scheme)
+            layout = own_layout(name, everything[name])
+            views = () if layout is None else layout.weights(name, everything[name])
+            self.weights.update({view.module: view for view in views})
         for text in left_in_words(self.modules_left):
             warnings.warn(text, stacklevel=3)
-        for _, alike in groupby(stacks, lambda stack: stack.experts):
-            self._add_experts(list(alike))
-        require_fitting_shapes(everything, self.slots.values())
+        for holder, own in groupby(stacks, lambda stack: stack.holder):
+            self._add_stacks(holder, list(own), everything)
+        for name in self.stacks:
+            self._owners.add(name, model.get_parameter(name))
+        require_fitting_shapes(self.weights, self.slots.values())
         require_one_scheme(self.slots, lambda name: self.owners(weight_of(everything[name])))
         if recipe.equalize is not None and not any(True for _ in self.channel_slots()):
             raise ConfigurationError(
@@ -78,35 +79,42 @@ class Plan:
                 "some; leave equalize out, or choose a scheme such as W8A8_STATIC"
             )
 
-    def _add(self, module: str, parts: Iterable[tuple[str, QuantizationArgs]]) -> None:
-        for base_name, args in parts:
+    def _add(self, module: str, ports: Ports, scheme: QuantizationScheme | None) -> None:
+        if scheme is not None:
+            self.schemes[module] = scheme
+        for base_name, args in ports:
             slot = Slot(module, base_name, args)
             self.slots[slot.name] = slot
 
-    def _add_experts(self, stacks: Sequence[ExpertStack]) -> None:
-        """Give slots to the experts of a module, and to the parameters that hold them.
+    def _add_stacks(
+        self, holder: str, stacks: Sequence[Stack], everything: Mapping[str, nn.Module]
+    ) -> None:
+        """Give slots to the weights in the stacks of a module, and to the stacks.
 
         :raises ConfigurationError: if no server would run them as the recipe asks
         """
-        members = {name: self.experts[name] for stack in stacks for name in stack.members}
+        weights = {weight.module: weight for stack in stacks for weight in stack.weights}
         scheme = scheme_of_experts(
-            stacks[0].experts, members, _schemes_of(self.recipe), self.recipe.config.ignore or ()
+            holder,
+            {name: everything[name] for name in weights},
+            schemes_of(self.recipe),
+            self.recipe.config.ignore or (),
         )
         if not isinstance(scheme, QuantizationScheme):
-            self.experts_left[stacks[0].experts] = scheme
+            self.stacks_left[holder] = scheme
             return
-        parts = [("weight", scheme.weights), ("input", scheme.input_activations)]
-        given = [(base_name, args) for base_name, args in parts if args is not None]
-        for name in members:
+        both = (("weight", scheme.weights), ("input", scheme.input_activations))
+        ports = [(base_name, args) for base_name, args in both if args is not None]
+        self.weights.update(weights)
+        for name in weights:
             self.kinds[name] = "linear"
-            self._owners.add(name, self.experts[name].weight)
-            self._add(name, given)
+            self._add(name, ports, scheme)
         for stack in stacks:
             self.stacks[stack.name] = stack
-            self.kinds[stack.name] = "experts"
-            self._owners.add(stack.name, stack.parameter)
-            for base_name, args in given:
-                self._stacked[f"{stack.name}.{base_name}"] = Slot(stack.name, base_name, args)
+            self.kinds[stack.name] = "grouped"
+            for base_name, args in ports:
+                slot = Slot(stack.name, base_name, args)
+                self._of_stacks[slot.name] = slot
 
     def part(self, belongs: Callable[[str], bool]) -> "Plan":
         """Return the same plan with the slots of some modules alone.
@@ -115,54 +123,48 @@ class Plan:
         """
         part = copy.copy(self)
         part.slots = {name: slot for name, slot in self.slots.items() if belongs(slot.module)}
-        part.stacks = {name: stack for name, stack in self.stacks.items() if belongs(stack.experts)}
+        part.stacks = {name: stack for name, stack in self.stacks.items() if belongs(stack.holder)}
         return part
 
-    def renew_experts(self) -> None:
-        """Take the weights of experts from their parameters again, which have other data now."""
-        for stack in self.stacks.values():
-            for name, weight in stack.parts_of(stack.parameter).items():
-                self.experts[name].weight.data = weight
-
-    def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return all modules by name, and each expert as a module of its own."""
-        of_parent: dict[str, dict[str, nn.Module]] = {}
-        for name, expert in self.experts.items():
-            of_parent.setdefault(name.rsplit(".", 2)[0], {})[name] = expert
-        found: dict[str, nn.Module] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            found[name] = module
-            found.update(of_parent.get(name, {}))
-        return found
+    def weights_of(self, name: str) -> tuple[Weight, ...]:
+        """Return the weights that an op reads: the weight of a module, or all of a stack."""
+        return self.stacks[name].weights if name in self.stacks else (self.weights[name],)
 
     def slot_named(self, name: str) -> Slot:
-        """Return a slot, or that of all experts in a parameter."""
-        return self._stacked[name] if name in self._stacked else self.slots[name]
+        """Return the slot of a module or of a stack."""
+        return self._of_stacks[name] if name in self._of_stacks else self.slots[name]
 
-    def of_experts(self, slot: Slot) -> list[tuple[Slot, ...]]:
-        """Return the slots of each expert that a slot of all experts in a parameter stands for."""
-        stack = self.stacks[slot.module]
-        names = iter(stack.members)
-        return [
-            tuple(slot.moved_to(next(names)) for _ in stack.projections) for _ in stack.parameter
-        ]
+    def members(self, slot: Slot) -> list[tuple[Slot, ...]]:
+        """Return the slots that a slot of an op stands for.
 
-    def with_stacks(self, qparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return qparams that also have those of all experts, for stacks of which all have some.
-
-        Inputs are quantized with the qparams of all experts along a first dimension.
+        :return: for each matrix in a stack the slots of its weights, which see the same rows; for
+            any other slot the slot itself
         """
-        complete: dict[str, Any] = {}
-        for slot in self._stacked.values():
-            members = self.of_experts(slot)
-            if slot.is_observed and all(own.name in qparams for each in members for own in each):
-                # A folded weight follows from the parameter.
-                complete[slot.name] = {} if slot.is_weight else self.stacked(slot, qparams)
-        return {**qparams, **complete}
+        if slot.module not in self.stacks:
+            return [(slot,)]
+        by_index = self.stacks[slot.module].by_index
+        return [tuple(slot.moved_to(weight.module) for weight in own) for own in by_index]
 
-    def stacked(self, slot: Slot, qparams: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the qparams of all experts that a slot stands for, along a first dimension."""
-        of_each = [slot.moved_to(own.module).used_of(qparams) for own, *_ in self.of_experts(slot)]
+    def qparams_of_ops(self, qparams: Mapping[str, Any]) -> dict[str, Any]:
+        """Return qparams that also have those of stacks whose weights all have some."""
+        of_stacks = {
+            slot.name: self.used_by_op(slot, qparams)
+            for slot in self._of_stacks.values()
+            if slot.is_observed
+            and all(own.name in qparams for each in self.members(slot) for own in each)
+        }
+        return {**qparams, **of_stacks}
+
+    def used_by_op(self, slot: Slot, qparams: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the qparams that an op uses; those of a stack have a first dimension of indices.
+
+        Weights are folded, so an op needs none of theirs.
+        """
+        if slot.module not in self.stacks:
+            return slot.used_of(qparams)
+        if slot.is_weight:
+            return {}
+        of_each = [own.used_of(qparams) for own, *_ in self.members(slot)]
         return {
             key: torch.stack([each[key] for each in of_each])
             for key, value in of_each[0].items()
@@ -204,7 +206,7 @@ class Plan:
 
     def of_module(self, module: str) -> dict[str, Slot]:
         """Return the slots of a module by base name."""
-        known = self._stacked if module in self.stacks else self.slots
+        known = self._of_stacks if module in self.stacks else self.slots
         slots = (known.get(f"{module}.{base_name}") for base_name in BASE_NAMES)
         return {slot.base_name: slot for slot in slots if slot is not None}
 
@@ -239,17 +241,26 @@ class Plan:
     def can_watch_channels(self, module: str) -> bool:
         """Whether the channels of a module's input can be equalized: a quantized Linear's.
 
-        Experts that share the range of their layer are not scaled each by itself.
+        The weights of a stack that share one range cannot have scales of their own.
         """
-        is_expert = module in self.experts or module in self.stacks
-        if self.recipe.equalize is None or (is_expert and self.experts_share_ranges):
+        if self.recipe.equalize is None or (self.experts_share_ranges and self.is_routed(module)):
             return False
-        return self.kinds.get(module) in ("linear", "experts") and bool(self.of_module(module))
+        return self.kinds.get(module) in PRODUCTS and bool(self.of_module(module))
+
+    def is_routed(self, module: str) -> bool:
+        """Whether a module or stack is given some rows of a value for each of its matrices."""
+        weight = self.weights.get(module)
+        return module in self.stacks or (weight is not None and weight.index is not None)
 
     @property
     def experts_share_ranges(self) -> bool:
         """Whether some experts, or all, are given the range of their layer."""
         return self.recipe.experts in ("fill", "layer")
+
+    @property
+    def sharing_in_words(self) -> str:
+        """Say how experts share ranges, for messages."""
+        return f'experts="{self.recipe.experts}" gives experts the range of their layer'
 
     def weight_slots(self) -> Iterable[Slot]:
         return (slot for slot in self.slots.values() if slot.is_weight)
@@ -269,7 +280,7 @@ class Plan:
 
     def compensates(self, module: str) -> bool:
         """Whether the rounding errors of a module's weight are compensated."""
-        return self.recipe.gptq is not None and self.kinds.get(module) in ("linear", "experts")
+        return self.recipe.gptq is not None and self.kinds.get(module) in PRODUCTS
 
     def watching_slots(self) -> Iterable[Slot]:
         """Return what is gathered at inputs for weights."""
@@ -311,65 +322,15 @@ class Plan:
         )
 
 
-def _quantized_parts(
-    model: nn.Module, recipe: Recipe, left: dict[str, str]
-) -> Iterable[tuple[str, list[tuple[str, QuantizationArgs]]]]:
-    """Yield modules and their quantized parts, chosen as compressed-tensors chooses them.
-
-    :param left: takes the modules that are targeted and cannot be quantized, with the reason
-    """
-    config = recipe.config
-    attention: dict[str, list[tuple[str, QuantizationArgs]]] = {}
-    if config.kv_cache_scheme is not None:
-        for name, module in model.named_modules():
-            if is_cached_attention_module(module):
-                attention[name] = [(part, config.kv_cache_scheme) for part in ("k", "v")]
-        if not attention:
-            raise ConfigurationError(
-                "the recipe quantizes the key-value cache, but the model has no attention module "
-                "that takes one; leave kv_cache out"
-            )
-
-    schemes = _schemes_of(recipe)
-    for name, module in match_named_modules(model, schemes, config.ignore):
-        scheme: QuantizationScheme = schemes[match_targets(name, module, schemes)[0]]
-        if is_cached_attention_module(module) and is_narrow_match(model, scheme.targets, name):
-            if scheme.input_activations is not None:
-                attention[name] = [(part, scheme.input_activations) for part in ("q", "k", "v")]
-        elif isinstance(module, tuple(_KINDS.values())):
-            assert isinstance(module, nn.Module)
-            problem = problem_with_product(module)
-            if problem is not None:
-                left[name] = problem
-                continue
-            parts = [
-                ("weight", scheme.weights),
-                ("input", scheme.input_activations),
-                ("output", scheme.output_activations),
-            ]
-            if isinstance(module, nn.Embedding):  # embedding inputs are indices
-                parts = [part for part in parts if part[0] != "input"]
-            yield name, [(part, args) for part, args in parts if args is not None]
-        elif any(
-            is_match(name, module, target) and not target.startswith("re:")
-            for target in scheme.targets
-        ):
-            raise ConfigurationError(f"{name} is a {type(module).__name__}; {_QUANTIZABLE}")
-        elif _holds_matrix(module):
-            left[name] = f"it is a {type(module).__name__}, and {_QUANTIZABLE}"
-    yield from attention.items()
-
-
-_QUANTIZABLE = "only Linear, Embedding and attention modules can be quantized"
-
-
-def _holds_matrix(module: nn.Module) -> bool:
-    """Whether a module has a weight that it may multiply by."""
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() in (2, 3)
-
-
-def _schemes_of(recipe: Recipe) -> dict[str, QuantizationScheme]:
-    """The schemes of a recipe by target."""
-    groups = recipe.config.config_groups.values()
-    return {target: scheme for scheme in groups for target in scheme.targets}
+def _with_stacks(model: nn.Module, stacks: Iterable[Stack]) -> dict[str, nn.Module]:
+    """Return all modules by name, and after the holder of a stack a Linear for each weight."""
+    inside: dict[str, dict[str, nn.Module]] = {}
+    for stack in stacks:
+        linear = StackedLinear(stack.weights[0].shape)
+        names = (weight.module for weight in stack.weights)
+        inside.setdefault(stack.holder, {}).update(dict.fromkeys(names, linear))
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[name] = module
+        found.update(inside.get(name, {}))
+    return found

@@ -10,6 +10,7 @@ from torch import nn
 
 from inlay.errors import ConfigurationError, ObservationError
 from inlay.formats.storage import columns_problem
+from inlay.model import Weight
 from inlay.observers import flatten_for_calibration
 from inlay.ranges.args import key_of
 from inlay.recipe.recipe import Recipe
@@ -18,11 +19,11 @@ from inlay.recipe.slot import Slot
 __all__ = ["require_fitting_shapes", "require_matches", "require_one_scheme", "weight_of"]
 
 
-def require_fitting_shapes(modules: Mapping[str, nn.Module], slots: Iterable[Slot]) -> None:
+def require_fitting_shapes(weights: Mapping[str, Weight], slots: Iterable[Slot]) -> None:
     """Refuse values that cannot be divided as the recipe asks, before hours of calibration."""
     problems: dict[str, str] = {}  # the first of each module
     for slot in slots:
-        found = _misfit(slot, modules[slot.module])
+        found = _misfit(slot, weights.get(slot.module))
         if found is not None:
             problems.setdefault(slot.module, found)
     if problems:
@@ -35,14 +36,13 @@ def require_fitting_shapes(modules: Mapping[str, nn.Module], slots: Iterable[Slo
         )
 
 
-def _misfit(slot: Slot, module: nn.Module) -> str | None:
+def _misfit(slot: Slot, weight: Weight | None) -> str | None:
     """Describe why the weight, input or output of a module cannot be divided; None if it can."""
-    if slot.base_name not in ("weight", "input", "output"):
+    if weight is None or slot.base_name not in ("weight", "input", "output"):
         return None
-    weight = weight_of(module)
     if slot.is_weight:
         try:
-            flatten_for_calibration(weight.detach().to("meta"), "weight", slot.args)
+            flatten_for_calibration(torch.empty(weight.shape, device="meta"), "weight", slot.args)
         except ObservationError as error:
             return str(error).removeprefix("weight: ")
     problem = columns_problem(weight.shape[0 if slot.base_name == "output" else -1], slot.args)

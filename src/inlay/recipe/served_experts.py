@@ -1,15 +1,19 @@
 """Find the one scheme that servers need for all experts of a module, before calibrating."""
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.utils.match import is_match, match_targets
 from torch import nn
 
-from inlay.errors import ConfigurationError
+from inlay.errors import ConfigurationError, StatisticsError
 from inlay.formats.serving import expert_problem
+from inlay.formats.storage import storage_of
 
-__all__ = ["scheme_of_experts"]
+__all__ = ["require_all_or_none", "scheme_of_experts", "warn_of_plain_experts"]
+
+_NAMED = 8  # how many experts an error names
 
 
 def scheme_of_experts(
@@ -48,6 +52,41 @@ def scheme_of_experts(
             'precision with ignore=["re:.*[.]experts[.].*"]'
         )
     return scheme
+
+
+def require_all_or_none(experts: str, members: Sequence[str], without: Collection[str]) -> bool:
+    """Tell whether the experts of a module are quantized.
+
+    :param members: the names of their Linear modules
+    :param without: those of them that stay in full precision
+    :raises StatisticsError: if only some do
+    """
+    if without and len(without) < len(members):
+        named = ", ".join(list(without)[:_NAMED])
+        more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
+        raise StatisticsError(
+            f"{named}{more} would stay in full precision, and no server loads experts of which "
+            f"only some are quantized; ignore all experts of {experts}"
+        )
+    return not without
+
+
+def warn_of_plain_experts(left: Mapping[str, str], formats: Collection[str | None]) -> None:
+    """Warn of experts in full precision that transformers would not load.
+
+    It expects all experts of a compressed checkpoint to be quantized, and accepts experts without
+    scales only in FP8 checkpoints.
+
+    :param left: modules whose experts stay in full precision, with the reasons
+    :param formats: those of the checkpoint
+    """
+    if left and not all(storage_of(each).plain_experts for each in formats):
+        first = next(iter(left))
+        warnings.warn(
+            f"{first} and {len(left) - 1} more stay in full precision: {left[first]}. transformers "
+            "expects quantized experts in such a checkpoint and would start with random ones",
+            stacklevel=3,
+        )
 
 
 def _matched(

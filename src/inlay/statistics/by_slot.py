@@ -9,9 +9,9 @@ from inlay.collectives import have_ranks
 from inlay.errors import StatisticsError
 from inlay.observers import Observer, QParamsDict
 from inlay.recipe import Plan, Slot
-from inlay.statistics.experts import ExpertStatistics
 from inlay.statistics.on_disk import problem_with
 from inlay.statistics.over_ranks import agree_on_sharing, merge_over_ranks
+from inlay.statistics.row_groups import GroupedStatistics
 from inlay.statistics.rule import Rule, TensorSpec
 from inlay.statistics.value import Statistics
 
@@ -28,8 +28,8 @@ class StatisticsBySlot:
         # Slots that always see the same values have the same entry.
         self._own: dict[str, Statistics] = {}
         self._sharing: dict[str, tuple[Slot, ...]] = {}
-        # Those of all experts of a layer, by the first slot that a graph knows them by.
-        self._of_experts: dict[str, ExpertStatistics] = {}
+        # Those of row groups, by the first slot that a graph knows them by.
+        self._grouped: dict[str, GroupedStatistics] = {}
         # Those of an earlier run; what an entry starts with when a graph first asks for it.
         self._stored: dict[str, Statistics] = {}
         self._of_all_ranks: dict[str, Statistics] | None = None
@@ -38,7 +38,7 @@ class StatisticsBySlot:
         # Modules that ran in a graph where no product with their weight was recognised.
         self.unrecognised: set[str] = set()
         self.is_second_run = False  # over the data, which then flows through equalized weights
-        # Statistics of a whole layer, for experts that are to have these instead of their own.
+        # Statistics of a whole stack, for slots that are to have these instead of their own.
         self.replaced: dict[str, Statistics] = {}
 
     @property
@@ -80,31 +80,31 @@ class StatisticsBySlot:
         _require_same_kind(known, rule, specs)
         return known
 
-    def entry_of_experts(
+    def grouped_entry(
         self,
         slots: Sequence[Slot],
         rule: Rule,
         specs: Sequence[TensorSpec] | None,
         device: torch.device,
-    ) -> ExpertStatistics:
-        """The statistics of all experts that a graph updates for slots of their parameters."""
+    ) -> GroupedStatistics:
+        """Return the statistics that a graph updates for slots of stacks, by index."""
         name = slots[0].name
-        if name not in self._of_experts:
+        if name not in self._grouped:
             members = [
                 tuple(own for each in alike for own in each)
-                for alike in zip(*map(self.plan.of_experts, slots), strict=True)
+                for alike in zip(*map(self.plan.members, slots), strict=True)
             ]
-            known = ExpertStatistics.start(
-                Rule(slots[0]), slots, [own[0] for own in members], specs, device
+            known = GroupedStatistics.start(
+                Rule(slots[0]), [own[0] for own in members], specs, device
             )
-            self._of_experts[name] = known
-            for statistics, own in zip(known.of_expert, members, strict=True):
+            self._grouped[name] = known
+            for statistics, own in zip(known.of_group, members, strict=True):
                 if own[0].name in self._stored:
                     statistics.restore(self._stored[own[0].name])
                 self._own.update({slot.name: statistics for slot in own})
                 self._sharing.update({slot.name: own for slot in own})
-        known = self._of_experts[name]
-        _require_same_kind(known.of_expert[0], rule, specs)
+        known = self._grouped[name]
+        _require_same_kind(known.of_group[0], rule, specs)
         return known
 
     def shared_with(self, slot: Slot) -> tuple[Slot, ...]:
@@ -115,7 +115,7 @@ class StatisticsBySlot:
         """What is known of a slot; over ranks that is what all have seen, once it is finalized.
 
         If its value is equalized, this is what it would have seen of the scaled value; and it may
-        be what all experts of a layer have seen.
+        be what all matrices of a stack have seen.
         """
         return self.rescaled.get(slot.name) or self.unscaled(slot)
 
@@ -199,10 +199,10 @@ class StatisticsBySlot:
         if self._of_all_ranks is not None:
             for name in names & self._of_all_ranks.keys():
                 del self._of_all_ranks[name]
-        self._of_experts = {
-            name: of_all
-            for name, of_all in self._of_experts.items()
-            if of_all.of_expert[0].slot.name not in names
+        self._grouped = {
+            name: known
+            for name, known in self._grouped.items()
+            if known.of_group[0].slot.name not in names
         }
 
     def forget_stored(self) -> None:
@@ -236,10 +236,11 @@ class StatisticsBySlot:
 
     def rewind(self, before: Mapping[str, Statistics]) -> None:
         """Forget what was observed since a snapshot was taken."""
-        experts = list(self._of_experts.items())
-        kept = {name for _, of_all in experts for name in of_all.rewound(before)}
-        self._of_experts = {
-            name: of_all for name, of_all in experts if of_all.of_expert[0].slot.name in kept
+        kept = {name for known in self._grouped.values() for name in known.rewound(before)}
+        self._grouped = {
+            name: known
+            for name, known in self._grouped.items()
+            if known.of_group[0].slot.name in kept
         }
         for name, known in list(self._own.items()):
             if known.slot.name in kept:
@@ -282,7 +283,7 @@ def _kind(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.dev
 
 def _require_same_model(stored: Mapping[str, Statistics], plan: Plan) -> None:
     strange = [
-        known.slot.module for known in stored.values() if known.slot.module not in plan.modules
+        known.slot.module for known in stored.values() if known.slot.module not in plan.places
     ]
     if stored and len(strange) == len(stored):
         raise StatisticsError(

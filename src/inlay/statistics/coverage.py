@@ -4,12 +4,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from inlay.errors import StatisticsError
+from inlay.errors import ConfigurationError, StatisticsError
 from inlay.recipe import Plan, Slot
 from inlay.statistics.by_slot import StatisticsBySlot
+from inlay.statistics.on_disk import StoredStatistics
 from inlay.statistics.value import Statistics, merge
 
-__all__ = ["Coverage", "coverage", "fill_experts", "require_coverage"]
+__all__ = ["Coverage", "coverage", "fill_experts", "require_coverage", "require_same_tokens"]
 
 # An expert saw few tokens if these are less than this part of what each would get of even routing.
 _FEW = 1 / 20
@@ -63,7 +64,7 @@ def coverage(statistics: StatisticsBySlot, plan: Plan | None = None) -> list[Cov
     plan = plan or statistics.plan
     found = []
     for experts, slots in groupby(_observed(plan), lambda s: s.module.rpartition(".")[0]):
-        members = plan.of_experts(next(slots))
+        members = plan.members(next(slots))
         known = (statistics.gathered(own) for own, *_ in members)
         tokens = tuple(0 if each is None else int(each.tokens) for each in known)
         found.append(Coverage(experts, tokens))
@@ -130,7 +131,7 @@ def fill_experts(statistics: StatisticsBySlot, plan: Plan | None = None) -> None
         return
     starved = {each.experts: set(each.starved) for each in coverage(statistics, plan)}
     for slot in _observed(plan):
-        members = plan.of_experts(slot)
+        members = plan.members(slot)
         known = [each for own, *_ in members if (each := statistics.gathered(own)) is not None]
         seen = [each for each in known if not each.is_empty]
         numbers = (
@@ -141,6 +142,17 @@ def fill_experts(statistics: StatisticsBySlot, plan: Plan | None = None) -> None
             statistics.replaced.update(
                 {own.name: layer.for_slot(own) for n in numbers for own in members[n]}
             )
+
+
+def require_same_tokens(plan: Plan, stored: StoredStatistics) -> None:
+    """Refuse statistics of experts that were given all tokens for those that were not, and back."""
+    gathered, wanted = stored.recipe.get("experts", "routed"), plan.recipe.experts
+    of_experts = any(plan.is_routed(known.slot.module) for known in stored.slots.values())
+    if of_experts and (gathered == "all") != (wanted == "all"):
+        raise ConfigurationError(
+            f'the stored statistics of experts were gathered with experts="{gathered}", and the '
+            f'recipe asks for experts="{wanted}"; calibrate again, or give the recipe the same'
+        )
 
 
 def _merged(slot: Slot, seen: Sequence[Statistics]) -> Statistics:

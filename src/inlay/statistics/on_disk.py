@@ -22,7 +22,7 @@ from inlay.files import new_file, write_atomically
 from inlay.fingerprints import difference, fingerprints, weights_in
 from inlay.observers import Observer
 from inlay.ranges.args import key_of
-from inlay.recipe import Gathers, Plan, Recipe, Slot, make_observer
+from inlay.recipe import Gathers, Recipe, Slot, make_observer
 from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.value import Statistics, merge
 
@@ -32,7 +32,6 @@ __all__ = [
     "OTHER_WEIGHTS",
     "StoredStatistics",
     "problem_with",
-    "require_same_tokens",
     "require_same_weights",
     "with_gathering_observers",
 ]
@@ -324,17 +323,6 @@ def problem_with(stored: Statistics, slot: Slot) -> str | None:
     if any_format or key_of(args) == key_of(by):
         return None
     return f"{stored.slot.observer} gathered them for another format"
-
-
-def require_same_tokens(plan: Plan, stored: StoredStatistics) -> None:
-    """Refuse statistics of experts that were given all tokens for those that were not, and back."""
-    gathered, wanted = stored.recipe.get("experts", "routed"), plan.recipe.experts
-    of_experts = any(known.slot.module in plan.experts for known in stored.slots.values())
-    if of_experts and (gathered == "all") != (wanted == "all"):
-        raise ConfigurationError(
-            f'the stored statistics of experts were gathered with experts="{gathered}", and the '
-            f'recipe asks for experts="{wanted}"; calibrate again, or give the recipe the same'
-        )
 
 
 def with_gathering_observers(recipe: Recipe, stored: Mapping[str, Statistics]) -> Recipe:

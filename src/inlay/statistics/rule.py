@@ -10,7 +10,7 @@ from compressed_tensors.quantization.utils import calculate_range
 from inlay.errors import StatisticsError
 from inlay.observers import MeasuringObserver, Observer, flatten_for_calibration
 from inlay.ranges.args import key_of
-from inlay.ranges.parts import Parts, beside
+from inlay.ranges.row_groups import RowGroups, beside
 from inlay.recipe import Slot
 from inlay.statistics.functional import (
     require_tensors_of_their_own,
@@ -190,7 +190,7 @@ class Rule:
         return self.observer.measures_parts(of_input=self.slot.watches_input)
 
     def after_parts(
-        self, before: Tensors, seen: torch.Tensor, value: torch.Tensor, parts: Parts
+        self, before: Tensors, seen: torch.Tensor, value: torch.Tensor, parts: RowGroups
     ) -> Tensors:
         """Compute the statistics of each part after a value from those before it.
 

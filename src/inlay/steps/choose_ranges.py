@@ -1,7 +1,7 @@
 """Compute scales and zero points from statistics and weights."""
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,9 +11,9 @@ from inlay.observers import Observer, QParamsDict, fusion_problem, has_global_sc
 from inlay.progress import watched
 from inlay.ranges.args import key_of
 from inlay.recipe import Slot
-from inlay.statistics.expert_weights import observe_expert_weights
 from inlay.statistics.value import merge
 from inlay.steps.finalizing import Finalizing
+from inlay.steps.observe_weights import observe_weights
 
 __all__ = ["choose_ranges"]
 
@@ -30,9 +30,12 @@ def choose_ranges(state: Finalizing) -> None:
 class _Ranges:
     def __init__(self, state: Finalizing) -> None:
         self.statistics, self.plan = state.statistics, state.plan
-        self.weight_of, self.accept = state.weights.plain, state.accept
+        self.weights, self.accept = state.weights, state.accept
         self.progress = state.progress
         self._fused: list[list[str]] = []  # weights that share a global scale
+
+    def _weight_of(self, slot: Slot) -> torch.Tensor:
+        return self.weights.plain(self.plan.weights[slot.module])
 
     def qparams(self) -> dict[str, QParamsDict]:
         activations, weights = self._activation_observers(), self._weight_observers()
@@ -41,7 +44,13 @@ class _Ranges:
         distinct = {name: observers[name] for name in dict.fromkeys(first_of.values())}
 
         def answers_of(names: Sequence[str]) -> Iterable[tuple[str, QParamsDict | StatisticsError]]:
-            self._observe_weights({name: weights[name] for name in names if name in weights})
+            views = self.plan.weights
+            own_weights = {
+                views[self.plan.slots[name].module]: weights[name]
+                for name in names
+                if name in weights
+            }
+            observe_weights(own_weights, self.weights.plain, self.progress)
             own = {name: distinct[name] for name in names}
             return watched(_answers(own), "computing scales", total=len(own), show=self.progress)
 
@@ -74,7 +83,7 @@ class _Ranges:
 
     def _warn_of_zeros(self, names: Collection[str]) -> None:
         """Warn of weights without any value, as of a model whose weights were never loaded."""
-        zeros = [name for name in names if not _has_values(self.weight_of(self.plan.slots[name]))]
+        zeros = [name for name in names if not _has_values(self._weight_of(self.plan.slots[name]))]
         if zeros:
             more = f" and {len(zeros) - _NAMED:,} more" if len(zeros) > _NAMED else ""
             warnings.warn(
@@ -96,7 +105,7 @@ class _Ranges:
     def _activation_observers(self) -> dict[str, Observer]:
         slots = list(self.plan.activation_slots())
         observers = {slot.name: self.statistics.observer(slot) for slot in slots}
-        # Of experts it is known already that those without data are whole layers, and accepted.
+        # Slots of stacks have no data only where a whole layer has none, and that is accepted.
         unobserved = [name for name, observer in observers.items() if not observer.has_statistics]
         if unobserved and "unobserved" not in self.accept:
             raise StatisticsError(
@@ -127,30 +136,20 @@ class _Ranges:
         self._fuse(observers)
         return observers
 
-    def _tied(self, names: Iterable[str]) -> dict[tuple[int, str], list[str]]:
+    def _tied(self, names: Iterable[str]) -> dict[tuple[Hashable, str], list[str]]:
         """Group slots by the weight that they share, which is quantized once."""
-        # All at once: a weight may be a view, and the next view may be made in its place.
-        weights = {name: self.weight_of(self.plan.slots[name]) for name in names}
-        tied: dict[tuple[int, str], list[str]] = {}
-        for name, weight in weights.items():
-            key = id(weight), key_of(self.plan.slots[name].args)
-            tied.setdefault(key, []).append(name)
+        tied: dict[tuple[Hashable, str], list[str]] = {}
+        for name in names:
+            slot = self.plan.slots[name]
+            place = self.weights.place(self.plan.weights[slot.module])
+            tied.setdefault((place, key_of(slot.args)), []).append(name)
         return tied
-
-    def _observe_weights(self, observers: Mapping[str, Observer]) -> None:
-        seen: set[int] = set()
-        done = observe_expert_weights(self.plan, observers, self.weight_of, self.progress)
-        left = {name: observer for name, observer in observers.items() if name not in done}
-        for name, observer in watched(left.items(), "observing weights", show=self.progress):
-            if id(observer) not in seen:
-                seen.add(id(observer))
-                observer(self.weight_of(self.plan.slots[name]).detach())
 
     def _cost(self, name: str) -> float:
         """How long a range takes to be found, roughly, in elements of a weight."""
         slot = self.plan.slots[name]
         if slot.base_name == "weight":
-            return float(self.weight_of(slot).numel())
+            return float(self._weight_of(slot).numel())
         known = self.statistics.of(slot)
         return (
             _COST_OF_STATISTICS * sum(t.numel() for t in known.tensors.values()) if known else 0.0
@@ -159,7 +158,7 @@ class _Ranges:
     def _device_of(self, name: str) -> torch.device:
         slot = self.plan.slots[name]
         if slot.base_name == "weight":
-            return self.weight_of(slot).device
+            return self._weight_of(slot).device
         known = self.statistics.of(slot)
         assert known is not None, "a slot that was observed has statistics"
         return known.seen.device

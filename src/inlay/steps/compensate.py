@@ -1,7 +1,7 @@
 """Round weights so that the rounding errors of their columns compensate each other."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,13 +146,16 @@ def _readers(state: Finalizing) -> list[_Reader]:
             'finalize(accept={"unobserved"}). Stored statistics serve GPTQ only if they were saved '
             "with keep_hessians=True"
         )
-    # Kept all at once: a weight may be a view, and the next view may be made in its place.
     left_out = {slot.name for slot in unseen}
-    weights = {slot: state.weights.plain(slot) for slot in slots if slot.name not in left_out}
-    readers: dict[tuple[int, str], _Reader] = {}
-    for slot, weight in weights.items():
-        key = id(weight), key_of(slot.args)
-        readers.setdefault(key, _Reader(weight.detach(), [])).slots.append(slot)
+    readers: dict[tuple[Hashable, str], _Reader] = {}
+    for slot in slots:
+        if slot.name in left_out:
+            continue
+        view = state.plan.weights[slot.module]
+        key = state.weights.place(view), key_of(slot.args)
+        if key not in readers:
+            readers[key] = _Reader(state.weights.plain(view).detach(), [])
+        readers[key].slots.append(slot)
     return list(readers.values())
 
 

@@ -1,24 +1,24 @@
 """Weights of a model: plain, equalized, compensated, and folded."""
 
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Hashable, Mapping, MutableMapping
 
 import torch
 from torch import nn
 
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.errors import StatisticsError
+from inlay.model import Weight
 from inlay.nodes.kernels import integer_weight
 from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
-from inlay.recipe import Plan, Slot
-from inlay.recipe.experts import ExpertStack
+from inlay.recipe import Plan
 
 __all__ = ["Weights"]
 
 
 class Weights:
-    """The weights of the quantized modules of a model, and a cache of the folded ones.
+    """The weights of the quantized layers of a model, and a cache of the folded ones.
 
     Modules are referred to weakly: compiled code may outlive the model.
 
@@ -27,22 +27,18 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, equalized: EqualizedParameters) -> None:
-        modules = plan.modules_of(model)
-        self._modules = {
-            slot.module: weakref.ref(modules[slot.module])
-            for slot in plan.slots.values()
-            if slot.module in plan.kinds
-        }
         self._plan = plan
+        holders = {view.parameter.rpartition(".")[0] for view in plan.weights.values()}
+        self._holders = {name: weakref.ref(model.get_submodule(name)) for name in holders}
         self.equalized = equalized
-        self._folded: dict[str, torch.Tensor] = {}
-        self._integers: dict[str, torch.Tensor] = {}
+        self._folded: dict[str, torch.Tensor] = {}  # by parameter
+        self._integers: dict[str, torch.Tensor] = {}  # by module
         self.compensated: MutableMapping[str, torch.Tensor] = {}
 
-    def current(self, slot: Slot) -> torch.Tensor:
-        """Return the weight of a slot as it is to be quantized: compensated, if it is."""
-        compensated = self.compensated.get(slot.module)
-        return self.plain(slot) if compensated is None else compensated
+    def current(self, view: Weight) -> torch.Tensor:
+        """Return a weight as it is to be quantized: compensated, if it is."""
+        compensated = self.compensated.get(view.module)
+        return self.plain(view) if compensated is None else compensated
 
     def take_compensated(self) -> dict[str, torch.Tensor]:
         """Hand over the compensated weights, and keep them no longer."""
@@ -50,52 +46,67 @@ class Weights:
         self.compensated.clear()
         return taken
 
-    def of_layer(self, module: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to write for a module with this weight; the module may have no slot."""
-        compensated = self.compensated.get(module)
-        return self.equalized.of(weight) if compensated is None else compensated
+    def plain(self, view: Weight) -> torch.Tensor:
+        """Return a weight before any rounding: as the model has it, or equalized."""
+        return view.read(self.equalized.of(self._parameter(view)))
 
-    def plain(self, slot: Slot) -> torch.Tensor:
-        """Return the weight of a slot before any rounding: as the model has it, or equalized."""
-        return self.equalized.of(self.of_module(slot.module))
+    def original(self, view: Weight) -> torch.Tensor:
+        """Return a weight as the model has it."""
+        return view.read(self._parameter(view))
 
     def of_module(self, name: str) -> torch.Tensor:
-        """The weight of a module as the model has it."""
-        module = self._modules[name]()
+        """Return the weight of a module as the model has it."""
+        return self.original(self._plan.weights[name])
+
+    def place(self, view: Weight) -> Hashable:
+        """Return a key that is the same for the weights of modules that share one."""
+        return id(self._parameter(view)), view.index, view.rows
+
+    def _parameter(self, view: Weight) -> torch.Tensor:
+        holder, _, name = view.parameter.rpartition(".")
+        module = self._holders[holder]()
         if module is None:
-            raise StatisticsError(f"the model is gone, and with it the weight of {name}")
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
+            raise StatisticsError(f"the model is gone, and with it the weight of {view.module}")
+        parameter = getattr(module, name)
+        assert isinstance(parameter, torch.Tensor)
+        return parameter
 
-    def folded(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
-        """The weight of a slot as the quantized model sees it, made when first asked for."""
-        if slot.name not in self._folded:
-            self._folded[slot.name] = fold_weight(self.current(slot), slot.args, qparams)
-        return self._folded[slot.name]
+    def folded(self, op: str, qparams: Mapping[str, QParamsDict]) -> torch.Tensor:
+        """Return the quantized weights that an op reads, in the layout of their parameter.
 
-    def integers(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
-        """The weight of a slot as it is stored, made when first asked for."""
-        if slot.name not in self._integers:
-            scale = qparams["scale"]
+        They are folded when first asked for, and kept.
+
+        :param op: the name of a module or a stack
+        """
+        views = self._plan.weights_of(op)
+        parameter = views[0].parameter
+        if parameter not in self._folded:
+            if views[0].is_whole:
+                folded = self._fold(views[0], qparams)
+            else:
+                folded = torch.empty_like(self._parameter(views[0]), requires_grad=False)
+                for view in views:
+                    view.write(self._fold(view, qparams), folded)
+            self._folded[parameter] = folded
+        return self._folded[parameter]
+
+    def quantized(self, view: Weight, qparams: Mapping[str, QParamsDict]) -> torch.Tensor:
+        """Return a quantized weight, without keeping it: all of them may not fit into memory."""
+        known = self._folded.get(view.parameter)
+        return self._fold(view, qparams) if known is None else view.read(known)
+
+    def integers(self, view: Weight, qparams: Mapping[str, QParamsDict]) -> torch.Tensor:
+        """Return a quantized weight as it is stored, made when first asked for."""
+        if view.module not in self._integers:
+            slot = self._plan.slots[f"{view.module}.weight"]
+            scale = qparams[slot.name]["scale"]
             assert scale is not None
-            self._integers[slot.name] = integer_weight(self.current(slot), scale, slot.args)
-        return self._integers[slot.name]
+            self._integers[view.module] = integer_weight(self.current(view), scale, slot.args)
+        return self._integers[view.module]
 
-    def folded_stack(self, stack: ExpertStack, qparams: Mapping[str, QParamsDict]) -> torch.Tensor:
-        """A parameter with the weights of many experts, each as the quantized model sees it."""
-        if stack.name not in self._folded:
-            folded = torch.empty_like(stack.parameter, requires_grad=False)
-            for name, part in stack.parts_of(folded).items():
-                slot = self._plan.slots[f"{name}.weight"]
-                part.copy_(fold_weight(self.current(slot), slot.args, qparams[slot.name]))
-            self._folded[stack.name] = folded
-        return self._folded[stack.name]
-
-    def folded_for_once(self, slot: Slot, qparams: QParamsDict) -> torch.Tensor:
-        """The folded weight, without keeping it: all weights twice may not fit into memory."""
-        known = self._folded.get(slot.name)
-        return fold_weight(self.current(slot), slot.args, qparams) if known is None else known
+    def _fold(self, view: Weight, qparams: Mapping[str, QParamsDict]) -> torch.Tensor:
+        slot = self._plan.slots[f"{view.module}.weight"]
+        return fold_weight(self.current(view), slot.args, qparams[slot.name])
 
     def forget_folded(self) -> None:
         """Drop the quantized weights that are kept."""
@@ -105,7 +116,7 @@ class Weights:
     def with_own_cache(self) -> "Weights":
         """The same weights, with a cache of folded ones that goes when this goes."""
         copied = object.__new__(Weights)
-        copied._modules, copied._folded = self._modules, dict(self._folded)
+        copied._holders, copied._folded = self._holders, dict(self._folded)
         copied._integers = dict(self._integers)
         copied.equalized, copied._plan = self.equalized, self._plan
         copied.compensated = self.compensated

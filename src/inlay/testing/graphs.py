@@ -215,7 +215,7 @@ def _scaled(model: nn.Module, linears: Mapping[str, nn.Linear]) -> EqualizedPara
         if weight is not None and weight not in weights.values():
             group = Group(readers=(name,), producers=(), shape=(linear.in_features,))
             groups[group], weights[name] = torch.ones(linear.in_features), weight
-    equalized.scale(groups, weights)
+    equalized.scale(groups, weights.__getitem__)
     return equalized
 
 

@@ -69,7 +69,7 @@ def written_operands(
 
 
 def is_grouped_product(target: Any) -> bool:
-    """Whether an op multiplies the rows of each expert by its matrix.
+    """Whether an op multiplies each group of rows by a matrix of its own.
 
     torch 2.10; `F.grouped_mm` is public, and exported graphs have the op behind it. transformers
     has an op of its own for where these do not compile.

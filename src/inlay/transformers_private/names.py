@@ -4,8 +4,8 @@ from typing import Any
 
 __all__ = ["GROUPED_PRODUCT", "left_out_of_saving", "tied_names"]
 
-# transformers 5.0 multiplies the tokens of all experts at once by an op of its own where torch has
-# none for the device. The name is private. Without it, such experts are refused as an unknown op.
+# transformers 5.0 multiplies groups of rows by stacked weights with its own op where torch has none
+# for the device. The name is private. Without it, such weights are refused as an unknown op.
 GROUPED_PRODUCT = "transformers.grouped_mm_fallback"
 
 

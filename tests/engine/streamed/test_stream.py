@@ -150,9 +150,9 @@ def test_experts_are_let_go_of_when_their_block_is_written(
     quantize, held = Worker._quantize, []
 
     def noting(self: Worker, number: int, *args) -> None:
-        experts = self._run.plan.experts.items()
-        have_data = [name for name, expert in experts if expert.weight.stride() != (0, 0)]
-        held.append({name.split(".")[2] for name in have_data})
+        experts = filter(self._run.plan.is_routed, self._run.plan.weights)
+        weights = {name: self._run.weights.of_module(name) for name in experts}
+        held.append({n.split(".")[2] for n, weight in weights.items() if weight.stride() != (0, 0)})
         quantize(self, number, *args)
 
     monkeypatch.setattr(Worker, "_quantize", noting)

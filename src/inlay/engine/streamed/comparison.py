@@ -63,17 +63,15 @@ class StreamedComparison:
             for number, region in enumerate(shown):
                 regions.load(region)
                 plan = self._run.plan.part(regions.belongs_to(number))
-                plan.renew_experts()
                 for pair in pairs if region.stage is not None else ():
                     pair.run(region)
                     if pair.is_done:  # taken in at once: the logits of all batches are large
                         outputs.add(pair.batch, *pair.outputs(self._starting))
-                layers += layer_errors(self._run.model, rerun.bindings, plan)
+                layers += layer_errors(rerun.bindings, plan)
                 rerun.let_go_of_blocks()
                 self._stored.release(region.parameters)
-                plan.renew_experts()  # or they keep what is released
                 return_freed_memory()  # kept by batches, in pieces that the next block cannot use
-        places = {name: n for n, name in enumerate(self._run.plan.modules_of(self._run.model))}
+        places = self._run.plan.places
         return Comparison(
             batches=len(batches),
             changes=tuple(outputs.changes()),

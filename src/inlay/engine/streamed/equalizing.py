@@ -23,7 +23,7 @@ class StreamedEqualization:
         self._scaled: dict[int, set[str]] = {}
         if run.recipe.equalize is None:
             return
-        run.equalization.hear_of_groups(run.weights.of_module)
+        run.equalization.hear_of_groups()
         if run.plan.needs_second_run:
             collected = run.equalization.collected
             groups = {group.name: collected.parameters_of(group) for group in collected.groups}

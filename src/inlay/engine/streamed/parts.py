@@ -54,15 +54,14 @@ class CheckpointParts:
         self._calibration, self._regions, self._journal = calibration, regions, journal
         self._max_size, self._accept = size_in_bytes(max_shard_size), accept
         model, plan = calibration.model, calibration.plan
-        layers = quantized_layers(model, plan, calibration.recipe)
-        self._contents = Contents.of(model, layers, plan.stacks.values(), calibration.weights)
+        layers = quantized_layers(model, plan)
+        self._contents = Contents.of(model, plan, layers, calibration.weights)
 
     def own_part(self, plan: Plan) -> Plan:
         """Return the part of a region's plan that this rank compresses and judges."""
-        modules = plan.modules_of(self._calibration.model)
         names = dict.fromkeys(slot.module for slot in plan.slots.values())
-        weights = {name: getattr(modules[name], "weight", None) for name in names}
-        costs = {name: 0 if weight is None else weight.numel() for name, weight in weights.items()}
+        weights = {name: plan.weights.get(name) for name in names}
+        costs = {name: 0 if weight is None else weight.numel for name, weight in weights.items()}
         own = set(share(costs, Part.own()))
         return plan.part(lambda module: module in own)
 
@@ -88,11 +87,11 @@ class CheckpointParts:
         self, number: int, plan: Plan, own: Plan, qparams: Mapping[str, QParamsDict]
     ) -> dict[str, torch.Tensor]:
         full_precision = require_servable_part(plan, qparams, accept=self._accept)
-        model, recipe = self._calibration.model, self._calibration.recipe
-        layers = quantized_layers(model, own, recipe, full_precision)
+        model = self._calibration.model
+        layers = quantized_layers(model, own, full_precision)
         names = [name for name in self._contents.unquantized if self._is_of(number, name)]
-        kept = (f"{module}.weight" for module in sorted(full_precision))
-        names += [name for name in kept if hasattr(_module(model, name), "weight")]
+        kept = (plan.weights[name] for name in sorted(full_precision) if name in plan.weights)
+        names += dict.fromkeys(view.parameter for view in kept)
         plain = {name: operator.attrgetter(name)(model).detach() for name in names}
         quantized, others = self._contents.tensors(plain, layers, qparams)
         own_others = share({name: tensor.nbytes for name, tensor in others.items()}, Part.own())
@@ -112,7 +111,7 @@ class CheckpointParts:
         names = [name for written in self._journal.written for name in written.files]
         parameters = sum(parameter.numel() for parameter in model.parameters())
         total = name_files(folder, names, parameters=parameters)
-        layers = quantized_layers(model, calibration.plan, calibration.recipe, full_precision)
+        layers = quantized_layers(model, calibration.plan, full_precision)
         finish_checkpoint(
             folder,
             self._contents,
@@ -169,7 +168,3 @@ def _unreadable(file: Path, error: Exception) -> CheckpointError:
         f"{file}, which an interrupted run had written, cannot be read: {error}; remove the "
         "folder and start anew"
     )
-
-
-def _module(model: torch.nn.Module, name: str) -> Any:
-    return model.get_submodule(name.rpartition(".")[0])

@@ -130,17 +130,14 @@ class Worker:
         with self._bar(journal) as bar:
             for number in range(len(journal.written), len(self._regions)):
                 region = self._regions[number]
-                plan = self._run.plan.part(self._regions.belongs_to(number))
                 with self._run.stages(_READING):
                     self._regions.load(region)
-                    plan.renew_experts()
                 for batch, how in self._through(number, activations):
                     tokens, _ = self._count_tokens(self._batches[batch])
                     place = f"{number + 1} of {len(self._regions)}, {region.name}"
                     bar.advance(tokens, f"{place}{how}")
                 self._quantize(number, journal, activations)
                 self._stored.release(set(region.parameters) - self._regions.needed_after(number))
-                plan.renew_experts()  # or they keep what is released
                 self._run.forget_equalized_copies()
                 return_freed_memory()
 
@@ -274,9 +271,7 @@ class Worker:
                     if is_first() or self._regions.number_of(known.slot.module) < done
                 }
             )
-            self._run.equalization.take_up(
-                stored, self._run.statistics, self._run.weights.of_module
-            )
+            self._run.equalization.take_up(stored, self._run.statistics)
             if self._settings.report:
                 refused = self._shown(journal, number).unequalized
                 self._run.equalization.collected.restore_refused(refused)
@@ -357,9 +352,8 @@ class Worker:
             slots += shown.slots
             layers += shown.layers
             run.compensations.update(shown.compensations)
-        places = {name: place for place, name in enumerate(run.plan.modules_of(run.model))}
-        slots.sort(key=lambda slot: places[slot.module])
-        layers.sort(key=lambda layer: places[layer.module])
+        slots.sort(key=lambda slot: run.plan.places[slot.module])
+        layers.sort(key=lambda layer: run.plan.places[layer.module])
         comparison = Comparison(batches=0, layers=tuple(layers))
         if run.held_out:
             with run.stages(_COMPARING):

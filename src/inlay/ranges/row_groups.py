@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Parts", "beside"]
+__all__ = ["RowGroups", "beside"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class RowGroups:
     """How the rows of a value are divided into parts: those of the first part, then of the next.
 
     The number of parts is fixed and their lengths are data, so a graph is the same for all of them.

@@ -1,4 +1,4 @@
-"""The statistics of all experts of a layer, in tensors with a first dimension of experts."""
+"""Statistics of row groups, in tensors with a first dimension of groups."""
 
 import itertools
 import weakref
@@ -12,28 +12,25 @@ from inlay.recipe import Slot
 from inlay.statistics.rule import Rule, TensorSpec
 from inlay.statistics.value import Statistics
 
-__all__ = ["ExpertStatistics"]
+__all__ = ["GroupedStatistics"]
 
 
 @dataclass(eq=False, kw_only=True)
-class ExpertStatistics:
-    """What the experts of a layer have seen of one value, each for itself.
+class GroupedStatistics:
+    """The statistics of a value whose rows stand in groups, each with slots of its own.
 
-    A graph updates the tensors of all experts at once. The statistics of each expert are views of
+    A graph updates the tensors of all groups at once. The statistics of each group are views of
     them, so they are the same value as everywhere else: merged, stored and finalized like those of
     any other slot.
 
-    :param slots: of the parameters that hold the experts, as a graph knows them
-    :param of_expert: the statistics of each expert, in order
-    :param tensors: of all experts, by name
-    :param seen: how many values each expert has seen, int64 of shape (experts,)
-    :param tokens: how many tokens each expert has seen, without padding
-    :param nothing: the tensors of an expert that has seen nothing
+    :param of_group: the statistics of each group, in order
+    :param tensors: those of all groups, by name
+    :param seen: how many values each group has seen, int64 of shape (groups,)
+    :param tokens: how many valid tokens each group has seen
+    :param nothing: the tensors of a group that has seen nothing
     """
 
-    rule: Rule
-    slots: tuple[Slot, ...]
-    of_expert: Sequence[Statistics] = field(repr=False)
+    of_group: Sequence[Statistics] = field(repr=False)
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     seen: torch.Tensor
     tokens: torch.Tensor
@@ -43,14 +40,13 @@ class ExpertStatistics:
     def start(
         cls,
         rule: Rule,
-        slots: Sequence[Slot],
         members: Sequence[Slot],
         specs: Sequence[TensorSpec] | None,
         device: torch.device,
-    ) -> "ExpertStatistics":
-        """The statistics of experts that have seen nothing.
+    ) -> "GroupedStatistics":
+        """Return the statistics of groups that have seen nothing.
 
-        :param members: a slot for each expert
+        :param members: a slot for each group
         :param specs: shapes of the statistics of one; None if the observers keep them themselves
         """
         with torch.inference_mode(False):
@@ -62,7 +58,7 @@ class ExpertStatistics:
             seen, tokens = (
                 torch.zeros(len(members), dtype=torch.int64, device=device) for _ in range(2)
             )
-        of_expert = [
+        of_group = [
             Statistics(
                 slot=slot,
                 tensors={name: tensor[number] for name, tensor in tensors.items()},
@@ -73,9 +69,7 @@ class ExpertStatistics:
             for number, slot in enumerate(members)
         ]
         return cls(
-            rule=rule,
-            slots=tuple(slots),
-            of_expert=of_expert,
+            of_group=of_group,
             tensors=tensors,
             seen=seen,
             tokens=tokens,
@@ -83,17 +77,17 @@ class ExpertStatistics:
         )
 
     def rewound(self, before: Mapping[str, Statistics]) -> set[str]:
-        """Forget what was observed since a snapshot was taken, if any expert is in it.
+        """Forget what was observed since a snapshot was taken, if any group is in it.
 
         Graphs that were there before go on with these tensors, so they are written to.
 
-        :return: the names of the slots of experts; none if no expert had seen anything
+        :return: the names of the slots of groups; none if no group had seen anything
         """
-        names = {one.slot.name for one in self.of_expert}
+        names = {one.slot.name for one in self.of_group}
         if not names & before.keys():
             return set()
         zero = torch.zeros((), dtype=torch.int64)
-        for one in self.of_expert:
+        for one in self.of_group:
             empty = Statistics(slot=one.slot, tensors=self.nothing, seen=zero, tokens=zero)
             if one.live is not None and one.slot.name not in before:
                 one.live = one.slot.make_observer()
@@ -108,11 +102,11 @@ class ExpertStatistics:
         return number
 
     @staticmethod
-    def of_handle(handle: int) -> "ExpertStatistics":
+    def of_handle(handle: int) -> "GroupedStatistics":
         return _BY_HANDLE[handle]
 
     def inputs(self, *, in_graph: bool) -> dict[str, torch.Tensor]:
-        """What an observe node takes after the value, by name.
+        """Return what an observe node takes after the value, by name.
 
         :param in_graph: whether the graph itself updates the statistics
         """
@@ -123,4 +117,4 @@ class ExpertStatistics:
 
 
 _HANDLES = itertools.count()
-_BY_HANDLE: "weakref.WeakValueDictionary[int, ExpertStatistics]" = weakref.WeakValueDictionary()
+_BY_HANDLE: "weakref.WeakValueDictionary[int, GroupedStatistics]" = weakref.WeakValueDictionary()
