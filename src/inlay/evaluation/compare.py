@@ -1,28 +1,32 @@
 """Comparing a model with its quantized self, on data that calibration has not seen."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.calibration.running import evaluating
+from inlay.calibration.running import Rerun, evaluating
 from inlay.calibration.tracing import without_cache
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError
 from inlay.evaluation.layer_errors import layer_errors
 from inlay.evaluation.measures import Choices, Measure, Vectors, next_tokens
 from inlay.progress import watched
+from inlay.recipe import Plan
 from inlay.report.data import Change, Finding, LayerError
 
 __all__ = [
     "LAYER_BATCHES",
     "Batch",
     "Comparison",
+    "Finished",
     "Outputs",
+    "Passing",
     "compare",
     "counted_positions",
     "prepared",
@@ -53,29 +57,55 @@ class Comparison:
     findings: tuple[Finding, ...] = ()
 
 
+# Batches that have passed the whole model, with the outputs of the plain and the quantized one.
+Finished = Iterator[tuple[Batch, Any, Any]]
+# Passes batches through both models. Yields the part of the plan that is in memory for each region.
+Passing = Callable[[Rerun, Sequence[Batch]], Iterator[tuple[Plan, Finished]]]
+
+
 @torch.no_grad()
-def compare(model: nn.Module, calibration: Calibration, batches: Sequence[Batch]) -> Comparison:
+def compare(
+    model: nn.Module,
+    calibration: Calibration,
+    batches: Sequence[Batch],
+    passing: Passing | None = None,
+) -> Comparison:
     """Compare a model with its finalized graph.
 
     :param model: the model that was calibrated; it stays as it is
     :param batches: held-out batches: keyword arguments of the model, or tuples of positional ones
+    :param passing: runs batches region by region; by default the whole model is one, in memory
     """
     _require_finalized(model, calibration)
     batches = prepared(model, batches)
+    outputs, layers = Outputs(model), list[LayerError]()
     with evaluating(model), calibration.rerun() as rerun:
-        outputs = Outputs(model)
+        passed = (passing or partial(_in_memory, model, calibration))(rerun, batches)
+        for plan, finished in passed:
+            outputs.add_all(finished)
+            layers += layer_errors(rerun.bindings, plan)
+    places = calibration.plan.places
+    return Comparison(
+        batches=len(batches),
+        changes=tuple(outputs.changes()),
+        layers=tuple(sorted(layers, key=lambda layer: places[layer.module])),
+        findings=tuple(outputs.findings()),
+    )
+
+
+def _in_memory(
+    model: nn.Module, calibration: Calibration, rerun: Rerun, batches: Sequence[Batch]
+) -> Iterator[tuple[Plan, Finished]]:
+    """Pass batches through a model that is in memory, as one region."""
+
+    def finished() -> Finished:
         shown = watched(batches, "comparing", show=calibration.show_progress)
         for index, batch in enumerate(shown):
             compares = index < LAYER_BATCHES
             plain = rerun.comparing_layers(batch) if compares else run_eagerly(model, batch)
-            outputs.add(batch, plain, rerun.quantized(batch))
-        layers = layer_errors(rerun.bindings)
-    return Comparison(
-        batches=len(batches),
-        changes=tuple(outputs.changes()),
-        layers=layers,
-        findings=tuple(outputs.findings()),
-    )
+            yield batch, plain, rerun.quantized(batch)
+
+    yield calibration.plan, finished()
 
 
 def prepared(model: nn.Module, batches: Sequence[Batch]) -> list[Batch]:
@@ -142,6 +172,11 @@ class Outputs:
         self._model = model
         self._measures: dict[str, Measure] = {}
         self._misfits: list[str] = []
+
+    def add_all(self, finished: Finished) -> None:
+        """Add batches one after another: the logits of all may be larger than the model."""
+        for batch, before, after in finished:
+            self.add(batch, before, after)
 
     def add(self, batch: Batch, before: Any, after: Any) -> None:
         named = _named(self._model, batch)

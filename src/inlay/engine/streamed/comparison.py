@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from inlay.calibration.blocks import block_modules
 from inlay.calibration.running import Rerun, running
 from inlay.checkpoint.stored_model import StoredModel
@@ -14,21 +12,15 @@ from inlay.engine.run import Run
 from inlay.engine.streamed.activations import Activations
 from inlay.engine.streamed.regions import Region, Regions, uses_of
 from inlay.engine.streamed.stages import Started, Starting
-from inlay.evaluation.compare import (
-    LAYER_BATCHES,
-    Comparison,
-    Outputs,
-    prepared,
-)
-from inlay.evaluation.layer_errors import layer_errors
+from inlay.evaluation.compare import LAYER_BATCHES, Batch, Finished
 from inlay.memory import return_freed_memory
 from inlay.progress import watched
-from inlay.report.data import LayerError
+from inlay.recipe import Plan
 
-__all__ = ["StreamedComparison"]
+__all__ = ["PassingBlocks"]
 
 
-class StreamedComparison:
+class PassingBlocks:
     """Runs held-out batches through both models side by side, with one block of them in memory.
 
     :param run: the finalized calibration of the model, whose batches run in stages
@@ -48,36 +40,26 @@ class StreamedComparison:
         self._run, self._stored, self._starting = run, stored, starting
         self._folder, self._offload = folder, offload
 
-    @torch.no_grad()
-    def compare(self, batches: Sequence[Any]) -> Comparison:
-        """Compare the two on held-out batches."""
-        batches = prepared(self._run.model, batches)
-        with self._run.rerun() as rerun:
-            pairs = self._started(rerun, batches)
-            # The outputs ask for more of the model than statistics do, so it is cut elsewhere.
-            uses = uses_of(self._stored, pairs[0].plain)
-            regions = Regions(self._stored, uses, self._run.plan)
-            layers: list[LayerError] = []
-            outputs = Outputs(self._run.model)
-            shown = watched(regions, "comparing", show=self._run.show_progress)
-            for number, region in enumerate(shown):
-                regions.load(region)
-                plan = self._run.plan.part(regions.belongs_to(number))
-                for pair in pairs if region.stage is not None else ():
-                    pair.run(region)
-                    if pair.is_done:  # taken in at once: the logits of all batches are large
-                        outputs.add(pair.batch, *pair.outputs(self._starting))
-                layers += layer_errors(rerun.bindings, plan)
-                rerun.let_go_of_blocks()
-                self._stored.release(region.parameters)
-                return_freed_memory()  # kept by batches, in pieces that the next block cannot use
-        places = self._run.plan.places
-        return Comparison(
-            batches=len(batches),
-            changes=tuple(outputs.changes()),
-            layers=tuple(sorted(layers, key=lambda layer: places[layer.module])),
-            findings=tuple(outputs.findings()),
-        )
+    def __call__(self, rerun: Rerun, batches: Sequence[Batch]) -> Iterator[tuple[Plan, Finished]]:
+        """Pass the batches through the model, as `compare` asks for."""
+        pairs = self._started(rerun, batches)
+        # The outputs ask for more of the model than statistics do, so it is cut elsewhere.
+        uses = uses_of(self._stored, pairs[0].plain)
+        regions = Regions(self._stored, uses, self._run.plan)
+        shown = watched(regions, "comparing", show=self._run.show_progress)
+        for number, region in enumerate(shown):
+            regions.load(region)
+            plan = self._run.plan.part(regions.belongs_to(number))
+            yield plan, self._finished(region, pairs)
+            rerun.let_go_of_blocks()
+            self._stored.release(region.parameters)
+            return_freed_memory()  # kept by batches, in pieces that the next block cannot use
+
+    def _finished(self, region: Region, pairs: Sequence["_Pair"]) -> Finished:
+        for pair in pairs if region.stage is not None else ():
+            pair.run(region)
+            if pair.is_done:
+                yield pair.batch, *pair.outputs(self._starting)
 
     def _started(self, rerun: Rerun, batches: Sequence[Any]) -> "list[_Pair]":
         # Parameters outside of the blocks are folded or equalized when a batch starts.
@@ -110,7 +92,7 @@ class _Pair:
 
     def __init__(
         self,
-        comparison: StreamedComparison,
+        comparison: PassingBlocks,
         rerun: Rerun,
         number: int,
         batch: Any,

@@ -14,7 +14,7 @@ from inlay.collectives import to_first_rank
 from inlay.data.batch import count_tokens
 from inlay.engine.run import Run
 from inlay.engine.streamed.activations import Activations
-from inlay.engine.streamed.comparison import StreamedComparison
+from inlay.engine.streamed.comparison import PassingBlocks
 from inlay.engine.streamed.equalizing import StreamedEqualization
 from inlay.engine.streamed.journal import Journal, Written
 from inlay.engine.streamed.parts import (
@@ -29,7 +29,7 @@ from inlay.engine.streamed.peak import MemoryWatch
 from inlay.engine.streamed.regions import Regions, uses_of_all_ranks
 from inlay.engine.streamed.stages import Starting
 from inlay.errors import ConfigurationError
-from inlay.evaluation.compare import Comparison
+from inlay.evaluation.compare import Comparison, compare
 from inlay.evaluation.layer_errors import weight_errors
 from inlay.evaluation.summary import report_of, slot_records
 from inlay.files import move_into_place, write_atomically
@@ -357,13 +357,14 @@ class Worker:
         comparison = Comparison(batches=0, layers=tuple(layers))
         if run.held_out:
             with run.stages(_COMPARING):
-                comparison = StreamedComparison(
+                passing = PassingBlocks(
                     run,
                     self._stored,
                     self._starting,
                     journal.folder / "comparing",
                     offload=self._settings.offload,
-                ).compare(run.held_out)
+                )
+                comparison = compare(run.model, run, run.held_out, passing)
         seconds = sum(took for name, took in run.record.stages if name != _COMPARING)
         data = replace(
             report_of(run, comparison, record=run.record, sizes=sizes, slots=tuple(slots)),
