@@ -137,7 +137,7 @@ def test_only_these_files_read_a_clock() -> None:
         "engine/streamed/passage.py",
         "testing/law.py",
         "engine/keeping.py",
-        "engine/calibrate.py",
+        "engine/in_memory.py",
     }
 
 

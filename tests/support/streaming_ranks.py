@@ -16,9 +16,10 @@ import inlay
 from inlay.checkpoint import shards
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
-from inlay.engine.streamed import worker
-from inlay.engine.streamed.parts import CheckpointParts
+from inlay.engine.streamed import streaming
 from inlay.engine.streamed.regions import Regions
+from inlay.engine.streamed.streaming import Streaming
+from inlay.engine.streamed.writer import RegionWriter
 from inlay.ranks import together
 
 
@@ -111,20 +112,20 @@ def _mapped_from_files() -> Iterator[range]:
 @contextmanager
 def _stopping(stop: tuple[int, int, str] | None, rank: int) -> Iterator[None]:
     """End a rank when its batches have run through a region, if one is to end."""
-    quantize, lost = worker.Worker._quantize, together._LOST
-    write, complete = CheckpointParts.write, worker.complete
+    finalize, lost = Streaming.finalize, together._LOST
+    write, complete = RegionWriter.write, streaming.complete
     here = [False]
 
     def end(how: str) -> None:
         if stop is not None and here[0] and stop[2] == how:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def stopped(self: Any, number: int, *args: Any) -> None:
-        here[0] = stop is not None and stop[:2] == (rank, number)
+    def stopped(self: Any, region: Any) -> Any:
+        here[0] = stop is not None and stop[:2] == (rank, region.number)
         end("kill")
         if stop is not None and here[0] and not stop[2].startswith("kill"):
             raise MemoryError(stop[2])
-        quantize(self, number, *args)
+        return finalize(self, region)
 
     def written(self: Any, *args: Any) -> Any:
         result = write(self, *args)
@@ -136,14 +137,14 @@ def _stopping(stop: tuple[int, int, str] | None, rank: int) -> Iterator[None]:
         end("kill, complete")
         return result
 
-    worker.Worker._quantize = stopped  # type: ignore[method-assign]
-    CheckpointParts.write = written  # type: ignore[method-assign]
-    worker.complete = completed
+    Streaming.finalize = stopped  # type: ignore[method-assign]
+    RegionWriter.write = written  # type: ignore[method-assign]
+    streaming.complete = completed
     if stop is not None and stop[2].startswith("kill"):
         together._LOST = 5.0  # a busy machine may keep a process from running for a while
     try:
         yield
     finally:
-        worker.Worker._quantize, together._LOST = quantize, lost  # type: ignore[method-assign]
-        CheckpointParts.write = write  # type: ignore[method-assign]
-        worker.complete = complete
+        Streaming.finalize, together._LOST = finalize, lost  # type: ignore[method-assign]
+        RegionWriter.write = write  # type: ignore[method-assign]
+        streaming.complete = complete

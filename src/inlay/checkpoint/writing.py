@@ -97,23 +97,28 @@ def save_checkpoint(
     after = 0
     if is_first():
         complete(written)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        after = name_files(folder, [each.path.name for each in written], parameters=parameters)
-        finish_checkpoint(folder, contents, plan, recipe, layers, tokenizer=tokenizer)
+        names = [each.path.name for each in written]
+        after = finish_checkpoint(folder, names, contents, plan, recipe, layers, tokenizer)
     return CheckpointSizes(before=size_of_model(model), after=after)
 
 
 def finish_checkpoint(
     folder: Path,
+    names: Iterable[str],
     contents: Contents,
     plan: Plan,
     recipe: Recipe,
     layers: Sequence[QuantizedLayer],
-    *,
-    tokenizer: Any = None,
-) -> None:
-    """Write what belongs beside the weights: configs and tokenizer."""
+    tokenizer: Any,
+) -> int:
+    """Name the files with weights as transformers does, and write index, configs and tokenizer.
+
+    :param names: those of the files, in order
+    :return: bytes of all tensors
+    """
     model = contents.model
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    total = name_files(folder, names, parameters=parameters)
     config = quantization_config(model, recipe, layers)
     formats = [scheme.format for scheme in config.config_groups.values()]
     warn_of_plain_experts(plan.stacks_left, formats)
@@ -122,6 +127,7 @@ def finish_checkpoint(
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    return total
 
 
 def _require_saveable(model: nn.Module) -> None:

@@ -17,11 +17,12 @@ from inlay.evaluation.summary import report_of
 from inlay.files import new_folder, write_atomically
 from inlay.ranks.identity import is_first
 from inlay.ranks.together import together
-from inlay.recipe import recipe_text
+from inlay.recipe import Recipe, recipe_text
+from inlay.report.data import ReportData
 from inlay.run_record import Record, Stages, model_name
-from inlay.statistics.on_disk import FOLDER_NAME
+from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
 
-__all__ = ["save"]
+__all__ = ["save", "write_report", "write_statistics"]
 
 _WRITING, _COMPARING = "writing", "comparing"
 
@@ -75,8 +76,7 @@ def save(
             if not is_first():
                 return Path(folder)
             stored = calibration.stored(model=record.model, data=record.data)
-            stored.save(partial / FOLDER_NAME)
-            write_atomically(partial / "recipe.yaml", recipe_text(recipe))
+            write_statistics(partial, stored, recipe)
         if report:
             with stages(_COMPARING):
                 comparison = compare(model, calibration, held_out)
@@ -84,9 +84,20 @@ def save(
             data = report_of(
                 calibration, comparison, record=record, sizes=(sizes.before, sizes.after)
             )
-            write_atomically(partial / "report.json", data.to_json())
-            report_page.write(data, partial / "report.html")
+            write_report(partial, data)
     return Path(folder)
+
+
+def write_statistics(folder: Path, statistics: StoredStatistics, recipe: Recipe) -> None:
+    """Write the statistics and the recipe of a run beside its checkpoint."""
+    statistics.save(folder / FOLDER_NAME)
+    write_atomically(folder / "recipe.yaml", recipe_text(recipe))
+
+
+def write_report(folder: Path, data: ReportData) -> None:
+    """Write a report beside a checkpoint, for programs and for people."""
+    write_atomically(folder / "report.json", data.to_json())
+    report_page.write(data, folder / "report.html")
 
 
 @contextmanager

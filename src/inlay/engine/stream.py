@@ -1,27 +1,25 @@
 """Calibrating from disk to disk: a model that does not fit into memory, block by block."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inlay.checkpoint.loading import find_tokenizer, load_tokenizer
 from inlay.checkpoint.stored_model import StoredModel
-from inlay.collectives import from_all_ranks
-from inlay.data.batch import digest
 from inlay.data.tokenize import read_rows
-from inlay.engine.calibrate import divided, read_batches, require_data, seen_with
+from inlay.engine.batches import read_batches
 from inlay.engine.run import Run
+from inlay.engine.streamed.finishing import finish
 from inlay.engine.streamed.journal import Journal, require_journal
 from inlay.engine.streamed.peak import MemoryWatch
-from inlay.engine.streamed.worker import Settings, Worker
+from inlay.engine.streamed.streaming import Settings, Streaming
 from inlay.files import require_room
 from inlay.ranks.identity import is_first
 from inlay.ranks.together import together
 from inlay.recipe import Recipe
-from inlay.run_record import Agreement, Record, Stages
-from inlay.statistics.data_seen import DataSeen
+from inlay.run_record import Record, Stages
 
 __all__ = ["Streamed", "stream"]
 
@@ -111,18 +109,6 @@ def stream(
             count_padding=count_padding,
             progress=progress,
         )
-        own = dict(batches.numbered) if run.plan.needs_data else {}
-        for batch in own.values():
-            run.data_seen = seen_with(run, batch)
-        run.auto.decide(run.data_seen.tokens + run.data_seen.padding_tokens)
-        run.data_parts = tuple(from_all_ranks(run.data_seen))
-        run.data_seen = DataSeen.of_all(run.data_parts)
-        run.data += divided(batches, run.data_parts) + batches.remarks(run.plan.needs_data)
-        if run.plan.needs_data:
-            require_data(run.data_seen)
-            run.agreement = Agreement(
-                unknown="a streamed model is not in memory, so it cannot run eagerly"
-            )
         settings = Settings(
             max_shard_size=max_shard_size,
             accept=tuple(accept),
@@ -130,30 +116,14 @@ def stream(
             count_padding=count_padding,
             report=report,
         )
-        run.last_batch = max(own, default=0)
-        worker = Worker(run, stored, own, settings)
-        worker.prepare()
-        identity = {
-            "model": f"{stored.files.identity()} {stored.model.dtype}",
-            "weights": stored.files.fingerprints() if is_first() else {},
-            "recipe": recipe.fields,
-            "data": _digests(own),
-            "compiler": compiler,
-            "settings": settings.identity(),
-        }
+        engine = Streaming(run, stored, batches, settings)
+        identity = {**engine.identity(), "compiler": compiler}
         journal = Journal(Path(out), identity, resume=resume, decision=run.auto.stored())
         run.auto.restore(journal.decision)
-        worker.work(journal)
-        worker.finish(journal, Path(out), overwrite=overwrite, memory=memory)
+        engine.go_on(journal)
+        finish(engine, Path(out), overwrite=overwrite, memory=memory)
     record = replace(run.record, stages=stages.as_tuple())
     return Streamed(folder=Path(out), recipe=recipe, record=record, peak_memory=memory.peak)
-
-
-def _digests(own: Mapping[int, Any]) -> list[str]:
-    """Digests of the batches of all ranks, in the order of one process that has all of them."""
-    of_ranks = from_all_ranks({number: digest(batch).hex() for number, batch in own.items()})
-    of_all = {number: found for of_rank in of_ranks for number, found in of_rank.items()}
-    return [of_all[number] for number in sorted(of_all)]
 
 
 def _tokenizer_of(stored: StoredModel, data: Any) -> Any:

@@ -30,7 +30,7 @@ def check_trace(run: Run, shortest: Any, *, accept: Collection[str]) -> None:
     if agreement or agreement.unknown:
         return
     if "mistraced" in accept:
-        warnings.warn(f"{agreement}; ranges are those of the traced model", stacklevel=5)
+        warnings.warn(f"{agreement}; ranges are those of the traced model", stacklevel=7)
         return
     raise CheckError(
         f"{agreement}. torch.compile does not trace {type(run.model).__name__} faithfully, so its "

@@ -14,7 +14,7 @@ from streaming_runs import batches, in_memory, stopping, streamed
 
 from inlay import Recipe, StoredStatistics
 from inlay.checkpoint.stored_model import StoredModel
-from inlay.engine.streamed.regions import Regions, Use
+from inlay.engine.streamed.regions import Regions, Segment
 from inlay.errors import ConfigurationError
 from inlay.observers import Observer
 from inlay.recipe import Plan
@@ -143,9 +143,9 @@ def test_what_is_spread_over_several_blocks_is_refused_by_name(folder: Path) -> 
     stored = StoredModel.open(folder)
     shared = "model.norm.weight"
     blocks = [f"model.layers.{number}" for number in range(3)]
-    uses = [Use("before the blocks", 0, ("model.embed_tokens.weight",))]
+    uses = [Segment("before the blocks", 0, ("model.embed_tokens.weight",))]
     uses += [
-        Use(block, stage, (f"{block}.mlp.up_proj.weight", shared))
+        Segment(block, stage, (f"{block}.mlp.up_proj.weight", shared))
         for stage, block in enumerate(blocks, start=1)
     ]
     regions = Regions(stored, uses, Plan(stored.model, static("histogram", 0.5)))

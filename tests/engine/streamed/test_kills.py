@@ -30,7 +30,7 @@ import torch
 from families import batch
 from streaming_runs import recipe_of_killed as recipe_of
 from inlay.checkpoint import shards
-from inlay.engine.streamed import activations, journal, worker
+from inlay.engine.streamed import activations, finishing, journal, kept
 from inlay.engine.stream import stream
 
 torch.set_num_threads(1)  # before any thread was started, so that children may be forked
@@ -59,12 +59,12 @@ def child(moment, after):
         (activations.Activations, "keep"),
         (shards, "write_tensors"),
         (shards, "complete_file"),
-        (worker, "save_qparams"),
+        (kept, "save_qparams"),
         (journal.Journal, "_save"),
         (journal.Journal, "remove"),
         (activations.Activations, "drop"),
         (Path, "rename"),
-        (worker, "move_into_place"),
+        (finishing, "move_into_place"),
     ):
         killed_at(owner, name, left, after)
     add = journal.Journal.add

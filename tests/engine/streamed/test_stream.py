@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from inlay import Recipe, stream
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.stored_model import StoredModel
+from inlay.engine.driver import Region
 from inlay.engine.streamed.comparison import _Pair
-from inlay.engine.streamed.regions import Region
 from inlay.engine.streamed.stages import Starting
-from inlay.engine.streamed.worker import Worker
+from inlay.engine.streamed.streaming import Streaming
 from inlay.errors import CheckpointError, ConfigurationError, StatisticsError
 
 pytestmark = pytest.mark.slow
@@ -147,15 +147,15 @@ def test_experts_are_let_go_of_when_their_block_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qwen3_moe(num_hidden_layers=3).save_pretrained(tmp_path / "model")
-    quantize, held = Worker._quantize, []
+    quantize, held = Streaming.finalize, []
 
-    def noting(self: Worker, number: int, *args) -> None:
-        experts = filter(self._run.plan.is_routed, self._run.plan.weights)
-        weights = {name: self._run.weights.of_module(name) for name in experts}
+    def noting(self: Streaming, region: Region) -> object:
+        experts = filter(self.run.plan.is_routed, self.run.plan.weights)
+        weights = {name: self.run.weights.of_module(name) for name in experts}
         held.append({n.split(".")[2] for n, weight in weights.items() if weight.stride() != (0, 0)})
-        quantize(self, number, *args)
+        return quantize(self, region)
 
-    monkeypatch.setattr(Worker, "_quantize", noting)
+    monkeypatch.setattr(Streaming, "finalize", noting)
     streamed(tmp_path / "model", Recipe.from_preset("FP8_DYNAMIC", ignore=GATES), None)
     assert held == [{"0"}, {"1"}, {"2"}, set()]
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from inlay.calibration.blocks import block_modules
 from inlay.calibration.running import Rerun, running
-from inlay.checkpoint.stored_model import StoredModel
+from inlay.engine.driver import Region
 from inlay.engine.run import Run
 from inlay.engine.streamed.activations import Activations
-from inlay.engine.streamed.regions import Region, Regions, uses_of
+from inlay.engine.streamed.regions import Regions, segments_of
 from inlay.engine.streamed.stages import Started, Starting
+from inlay.engine.streamed.streaming import Streaming
 from inlay.evaluation.compare import LAYER_BATCHES, Batch, Finished
 from inlay.memory import return_freed_memory
 from inlay.progress import watched
@@ -23,33 +23,24 @@ __all__ = ["PassingBlocks"]
 class PassingBlocks:
     """Runs held-out batches through both models side by side, with one block of them in memory.
 
-    :param run: the finalized calibration of the model, whose batches run in stages
-    :param starting: hands over the batches that it starts
-    :param folder: where values between blocks are kept, if they are not kept in memory
+    :param engine: of the model, whose batches run in stages
     """
 
-    def __init__(
-        self,
-        run: Run,
-        stored: StoredModel,
-        starting: Starting,
-        folder: Path,
-        *,
-        offload: bool,
-    ) -> None:
-        self._run, self._stored, self._starting = run, stored, starting
-        self._folder, self._offload = folder, offload
+    def __init__(self, engine: Streaming) -> None:
+        self._run, self._stored, self._starting = engine.run, engine.stored, engine.starting
+        self._folder = engine.journal.folder / "comparing"  # for values between blocks
+        self._offload = engine.settings.offload
 
     def __call__(self, rerun: Rerun, batches: Sequence[Batch]) -> Iterator[tuple[Plan, Finished]]:
         """Pass the batches through the model, as `compare` asks for."""
         pairs = self._started(rerun, batches)
         # The outputs ask for more of the model than statistics do, so it is cut elsewhere.
-        uses = uses_of(self._stored, pairs[0].plain)
-        regions = Regions(self._stored, uses, self._run.plan)
+        segments = segments_of(self._stored, pairs[0].plain)
+        regions = Regions(self._stored, segments, self._run.plan)
         shown = watched(regions, "comparing", show=self._run.show_progress)
-        for number, region in enumerate(shown):
+        for region in shown:
             regions.load(region)
-            plan = self._run.plan.part(regions.belongs_to(number))
+            plan = regions.plan_of(region)
             yield plan, self._finished(region, pairs)
             rerun.let_go_of_blocks()
             self._stored.release(region.parameters)

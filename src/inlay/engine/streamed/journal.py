@@ -12,6 +12,7 @@ from inlay.checkpoint.shards import file_name
 from inlay.checkpoint.shared_shard import digest_of
 from inlay.collectives import from_all_ranks
 from inlay.engine.resuming import JOURNAL, nothing_to_resume
+from inlay.engine.streamed.kept import Kept
 from inlay.errors import CheckpointError, ConfigurationError
 from inlay.files import (
     remove_partial_files,
@@ -102,9 +103,9 @@ class Journal:
             self.checkpoint.mkdir(parents=True, exist_ok=True)
             self._save()
 
-    def region_folder(self, number: int) -> Path:
-        """Where a region keeps its statistics and qparams."""
-        return self.folder / "regions" / f"{number:05d}"
+    def kept(self, number: int) -> Kept:
+        """What a region keeps: its statistics and qparams."""
+        return Kept(self.folder / "regions" / f"{number:05d}")
 
     def add(self, written: Written) -> None:
         """Take note that a region is finished. From now on it is never done again."""

@@ -11,9 +11,9 @@ from inlay.calibration.running import running
 from inlay.calibration.tracing import KeepsError
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.data.batch import on_device_of, varying_sizes
+from inlay.engine.driver import Region
 from inlay.engine.run import Run
 from inlay.engine.streamed.activations import Activations
-from inlay.engine.streamed.regions import Region
 from inlay.engine.streamed.stages import Started, Starting
 from inlay.errors import ConfigurationError, GraphError
 from inlay.ranks.together import look_around

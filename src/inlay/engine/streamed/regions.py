@@ -1,7 +1,7 @@
 """The regions of a model: what is in memory together, from a block to the next."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,19 +9,20 @@ from torch import nn
 from inlay.calibration.blocks import block_modules
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.collectives import from_all_ranks
+from inlay.engine.driver import Region
 from inlay.engine.streamed.stages import Started
 from inlay.errors import ConfigurationError
 from inlay.ranks.identity import size
 from inlay.recipe import Plan
 
-__all__ = ["Region", "Regions", "Use", "uses_of", "uses_of_all_ranks"]
+__all__ = ["Regions", "Segment", "segments_of", "segments_of_all_ranks"]
 
 _BEFORE, _REST = "before the blocks", "the rest"
 
 
 @dataclass(frozen=True)
-class Use:
-    """What a batch runs through at once, or would if it came there.
+class Segment:
+    """A segment of the model that a batch runs through at once, or would if it came there.
 
     :param name: of the block, if it is one
     :param stage: of a batch; None if no batch comes there
@@ -33,37 +34,17 @@ class Use:
     parameters: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Region:
-    """A part of the model that is loaded, run, quantized, written and freed together.
-
-    :param name: of the block, if it is one
-    :param stage: of a batch that runs here; None if no batch does
-    :param runs: names of the parameters that the stage reads
-    :param writes: names of the parameters that no later region reads
-    """
-
-    name: str
-    stage: int | None
-    runs: tuple[str, ...]
-    writes: tuple[str, ...]
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.runs, *self.writes)))
-
-
 class Regions(Sequence[Region]):
     """All regions of a model, in the order in which batches run through them.
 
-    :param uses: what the model runs, in order
+    :param segments: what the model runs, in order
     :param plan: a weight outside of the blocks whose inputs are observed waits for the last region,
         and so does all that equalization may scale with it
     :raises ConfigurationError: if the model cannot be cut
     """
 
-    def __init__(self, stored: StoredModel, uses: Sequence[Use], plan: Plan) -> None:
-        model, self._stored = stored.model, stored
+    def __init__(self, stored: StoredModel, segments: Sequence[Segment], plan: Plan) -> None:
+        model, self._stored, self._plan = stored.model, stored, plan
         blocks = block_modules(model)
         self._prefixes = tuple(f"{name}." for name in blocks)
         if len(blocks) < 2:
@@ -71,7 +52,7 @@ class Regions(Sequence[Region]):
                 f"{type(model).__name__} cannot be streamed: it has {len(blocks)} blocks, "
                 "and only a model of at least two can be cut; calibrate it in memory"
             )
-        used = {name for use in uses for name in use.parameters}
+        used = {name for segment in segments for name in segment.parameters}
         unused = set(stored.names_of(model.parameters())) - used
         # The op that reads such a weight may be left out, as nothing depends on its result.
         waiting = (
@@ -81,17 +62,20 @@ class Regions(Sequence[Region]):
         )
         rest = {*unused, *stored.names_of(w for w in waiting if isinstance(w, nn.Parameter))}
         if plan.recipe.equalize is not None:
-            rest |= self._outside_of_blocks(uses)
-        uses = [*uses, Use(_REST, None, tuple(sorted(rest)))]
-        last = {name: number for number, use in enumerate(uses) for name in use.parameters}
+            rest |= self._outside_of_blocks(segments)
+        segments = [*segments, Segment(_REST, None, tuple(sorted(rest)))]
+        last = {
+            name: number for number, segment in enumerate(segments) for name in segment.parameters
+        }
         self._regions = [
             Region(
-                name=use.name,
-                stage=use.stage,
-                runs=use.parameters if use.stage is not None else (),
-                writes=tuple(name for name in use.parameters if last[name] == number),
+                number=number,
+                name=segment.name,
+                stage=segment.stage,
+                runs=segment.parameters if segment.stage is not None else (),
+                writes=tuple(name for name in segment.parameters if last[name] == number),
             )
-            for number, use in enumerate(uses)
+            for number, segment in enumerate(segments)
         ]
         self._of_weight = {
             id(parameter): last[name]
@@ -101,7 +85,7 @@ class Regions(Sequence[Region]):
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._number = {region.name: number for number, region in enumerate(self._regions)}
 
-    def _outside_of_blocks(self, uses: Sequence[Use]) -> set[str]:
+    def _outside_of_blocks(self, segments: Sequence[Segment]) -> set[str]:
         """Return the parameters outside of the blocks that equalization may scale.
 
         :raises ConfigurationError: if blocks share a parameter, which may not be scaled in one of
@@ -111,15 +95,15 @@ class Regions(Sequence[Region]):
         embeddings = (module.weight for module in modules if isinstance(module, nn.Embedding))
         found: set[str] = set()
         inside: set[str] = set()
-        for use in uses:
-            own = {name for name in use.parameters if name.startswith(self._prefixes)}
+        for segment in segments:
+            own = {name for name in segment.parameters if name.startswith(self._prefixes)}
             if own & inside:
                 raise ConfigurationError(
                     f"a streamed run cannot equalize this model: {sorted(own & inside)[0]} belongs "
                     "to several blocks; leave equalize out, or calibrate in memory"
                 )
             inside |= own
-            found |= set(use.parameters) - own
+            found |= set(segment.parameters) - own
         # They may be larger than a block, and no op that looks up rows lets a scale through.
         return found - set(self._stored.names_of(embeddings))
 
@@ -169,9 +153,9 @@ class Regions(Sequence[Region]):
         following = self._regions[number + 1 : number + 2]
         return {name for region in following for name in region.parameters}
 
-    def belongs_to(self, number: int) -> Callable[[str], bool]:
-        """Return what tells whether a module belongs to a region."""
-        return lambda module: self.number_of(module) == number
+    def plan_of(self, region: Region) -> Plan:
+        """Return the part of the plan that belongs to a region."""
+        return self._plan.part(lambda module: self.number_of(module) == region.number)
 
     def number_of(self, module: str) -> int:
         """Return which region a module belongs to: the one that writes its weight."""
@@ -193,15 +177,17 @@ class Regions(Sequence[Region]):
         return next((self._number[p] for p in prefixes if p in self._number), len(self) - 1)
 
 
-def uses_of_all_ranks(stored: StoredModel, started: Started | None) -> list[Use]:
+def segments_of_all_ranks(stored: StoredModel, started: Started | None) -> list[Segment]:
     """Return what the model runs, on ranks without batches too. Every rank calls it.
 
     :param started: a batch of this rank; None if it has none
     :raises ConfigurationError: if ranks have batches that run through other blocks
     """
-    of_ranks = from_all_ranks(None if started is None else uses_of(stored, started))
-    known = [uses for uses in of_ranks if uses is not None] or [uses_of(stored, None)]
-    if any(uses != known[0] for uses in known):
+    of_ranks = from_all_ranks(None if started is None else segments_of(stored, started))
+    known = [segments for segments in of_ranks if segments is not None] or [
+        segments_of(stored, None)
+    ]
+    if any(own != known[0] for own in known):
         raise ConfigurationError(
             "the model cannot be streamed on several processes: the batches of some run through "
             "other blocks than those of others; stream it in one process"
@@ -209,18 +195,18 @@ def uses_of_all_ranks(stored: StoredModel, started: Started | None) -> list[Use]
     return known[0]
 
 
-def uses_of(stored: StoredModel, started: Started | None) -> list[Use]:
+def segments_of(stored: StoredModel, started: Started | None) -> list[Segment]:
     """Return what the model runs, in order, as far as a batch shows it."""
-    return list(_uses(stored, block_modules(stored.model), started))
+    return list(_segments(stored, block_modules(stored.model), started))
 
 
-def _uses(
+def _segments(
     stored: StoredModel, blocks: dict[str, nn.Module], started: Started | None
-) -> Iterator[Use]:
+) -> Iterator[Segment]:
     names = {id(block): name for name, block in blocks.items()}
     reached: list[str] = []
     if started is not None:
-        yield Use(_BEFORE, 0, tuple(stored.names_of(started.parameters(0))))
+        yield Segment(_BEFORE, 0, tuple(stored.names_of(started.parameters(0))))
         for stage, block in enumerate(started.graph.blocks, start=1):
             name = names[id(block)]
             if name in reached:
@@ -230,7 +216,7 @@ def _uses(
                 )
             reached.append(name)
             parameters = (*block.parameters(), *started.parameters(stage))
-            yield Use(name, stage, tuple(stored.names_of(parameters)))
+            yield Segment(name, stage, tuple(stored.names_of(parameters)))
     for name, block in blocks.items():
         if name not in reached:
-            yield Use(name, None, tuple(stored.names_of(block.parameters())))
+            yield Segment(name, None, tuple(stored.names_of(block.parameters())))
