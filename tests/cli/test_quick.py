@@ -1,5 +1,6 @@
 """Commands that answer, or refuse, before the library is imported."""
 
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -88,12 +89,20 @@ def test_presets_are_written_as_they_are() -> None:
 
 def test_observers_are_written_as_they_are() -> None:
     found = {row[0]: row for row in known.observers_in_registry()}
-    own = [
-        row
-        for name, row in found.items()
-        if Observer.get_value_from_registry(name).__module__.startswith("inlay.")
-    ]
-    assert tuple(own) == known.OBSERVERS
+    assert tuple(found[row[0]] for row in known.OBSERVERS) == known.OBSERVERS
+
+
+def test_an_observer_in_a_file_of_its_own_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a change to the list, which the registry then replaces."""
+    monkeypatch.delitem(sys.modules, "inlay.observers")
+    assert known.observer_names() == tuple(row[0] for row in known.OBSERVERS)
+    shutil.copytree(known._OBSERVERS_FOLDER, tmp_path / "observers")
+    monkeypatch.setattr(known, "_OBSERVERS_FOLDER", tmp_path / "observers")
+    assert known.observer_rows() is known.OBSERVERS
+    (tmp_path / "observers" / "added.py").write_text('@Observer.register("added")\n')
+    assert known.observer_names() == ()
 
 
 def test_loaded_registries_are_asked() -> None:

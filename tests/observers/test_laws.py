@@ -20,15 +20,14 @@ from inlay.testing.strategies import (
     weights,
 )
 
-MIN_MAX = ["memoryless_minmax", "static_minmax", "minmax"]
-SEARCHING = [
-    "memoryless_mse",
-    "mse",
-    "imatrix_mse",
-    "nvfp4_expanded_mse",
-    "nvfp4_expanded_imatrix",
-    "histogram",
+BUILT_IN = [
+    name.replace("-", "_")
+    for name in sorted(Observer.registered_names())
+    if Observer.get_value_from_registry(name).__module__.startswith("inlay.")
 ]
+MIN_MAX = [name for name in BUILT_IN if name.endswith("minmax")]
+# One name for each of those that search: another name of the same search has its laws, too.
+SEARCHING = [name for name in BUILT_IN if name not in (*MIN_MAX, "fouroversix")]
 
 
 @pytest.mark.hypothesis

@@ -1,13 +1,15 @@
 """The presets and observers that there are, in words, known without importing the library.
 
 compressed-tensors imports transformers, and observers import torch: seconds, for lists that do not
-change. So they are written down here, and a test holds them equal to the registries. Where the
-registries may say something else, they are asked: if compressed-tensors is a version that is not
-written about, and if they are loaded already, since anybody may have added to them.
+change. So they are cached here, and a test holds them equal to the registries. The registries are
+asked where they may differ: for a version of compressed-tensors or a file of observers that is not
+listed here, and once they are loaded, since anybody may have added to them.
 """
 
+import re
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 from inlay.report.numbers import MISSING
 
@@ -78,6 +80,7 @@ PRESETS: dict[str, tuple[Row, ...]] = {
     "0.20.0": tuple(sorted(_PRESETS + _ADDED_IN_0_20)),
 }
 
+_OBSERVERS_FOLDER = Path(__file__).parent.parent / "observers"
 _SEARCH = "maxshrink=0.2, patience=5, grid=100.0, norm=2.4, expand=1.0"
 _EXPANDED = "maxshrink=0.5555555555555556, patience=1000, grid=200.0, norm=2.4, expand=1.8"
 _EXPANDED_RANGE = (
@@ -191,4 +194,9 @@ def _written_presets() -> tuple[Row, ...] | None:
 
 
 def _are_observers_as_written() -> bool:
-    return "inlay.observers" not in sys.modules
+    if "inlay.observers" in sys.modules:
+        return False
+    registered = re.compile(r'^@Observer\.register\("(\w+)"\)', re.MULTILINE)
+    texts = (path.read_text(encoding="utf-8") for path in _OBSERVERS_FOLDER.glob("*.py"))
+    names = {name for text in texts for name in registered.findall(text)}
+    return names == {row[0] for row in OBSERVERS}

@@ -20,8 +20,6 @@ from inlay.evaluation.distributions import Clip, distribution_of_histogram, dist
 from inlay.evaluation.experts import about_coverage, expert_layers
 from inlay.evaluation.findings import layer_findings, slot_findings, unquantized_findings
 from inlay.observers import Observer, QParamsDict
-from inlay.observers.histogram import HistogramObserver
-from inlay.ranges.float_histogram import Histogram
 from inlay.recipe import Plan, Slot, format_in_words, left_in_words, recipe_text, scheme_in_words
 from inlay.report.data import (
     EqualizedValue,
@@ -259,9 +257,12 @@ class _SlotRecords:
             return {}
         lows, highs = observer.min_vals.cpu(), observer.max_vals.cpu()
         found: dict[str, Any] = {"low": float(lows.min()), "high": float(highs.max())}
-        if isinstance(observer, HistogramObserver) and all(map(math.isfinite, found.values())):
-            histogram = Histogram(observer.bins, observer.counts.cpu(), lows, highs)
-            found["distribution"] = distribution_of_histogram(histogram, clip, bins=self._bins)
+        if not all(map(math.isfinite, found.values())):
+            return found
+        histogram = observer.histogram
+        if histogram is not None:
+            picture = distribution_of_histogram(histogram.cpu(), clip, bins=self._bins)
+            found["distribution"] = picture
         return found
 
     def _tokens(self, slot: Slot) -> int | None:

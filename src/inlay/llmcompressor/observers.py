@@ -1,6 +1,6 @@
 """Observers of Inlay and of llm-compressor in each other's place."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.registry import standardize_lookup_name
 from llmcompressor.modifiers.utils.hooks import HooksMixin
 from llmcompressor.observers import Observer as PeerObserver
-from llmcompressor.observers import imatrix, min_max, mse
+from llmcompressor.observers import imatrix
 from torch import distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -29,24 +29,6 @@ __all__ = [
     "searched_by_inlay",
 ]
 
-_AVERAGING = {"averaging_constant": "avg_constant"}
-_SEARCH = {name: name for name in ("maxshrink", "patience", "grid", "norm", "expand")}
-
-# Inlay's name of each of their observers, and which attributes hold its settings. Settings are read
-# from there and not from the recipe, which has only those that differ from defaults.
-_COUNTERPARTS: dict[type, tuple[str, Mapping[str, str]]] = {
-    min_max.MemorylessMinMaxObserver: ("memoryless_minmax", {}),
-    min_max.StaticMinMaxObserver: ("static_minmax", {}),
-    min_max.MinMaxObserver: ("minmax", _AVERAGING),
-    mse.MemorylessMSEObserver: ("memoryless_mse", _SEARCH),
-    mse.NVFP4ExpandedMSEObserver: ("nvfp4_expanded_mse", _SEARCH),
-    mse.MovingAverageMSEObserver: ("mse", {**_SEARCH, **_AVERAGING}),
-    imatrix.IMatrixMSEObserver: ("imatrix_mse", {**_SEARCH, "strict": "strict"}),
-    imatrix.NVFP4ExpandedIMatrixObserver: (
-        "nvfp4_expanded_imatrix",
-        {**_SEARCH, "strict": "strict"},
-    ),
-}
 _IMPORTANCE = ("_imatrix_sum", "_imatrix_count")
 
 
@@ -149,10 +131,13 @@ def counterpart(observer: PeerObserver) -> QuantizationArgs:
     """
     if isinstance(observer, InlayObserver):
         return observer.args.model_copy(update={"observer": observer.name})
-    found = _COUNTERPARTS.get(type(observer))
-    if found is not None:
-        name, settings = found
-        kwargs = {kwarg: getattr(observer, attribute) for kwarg, attribute in settings.items()}
+    name = _built_in_name(type(observer))
+    if name is not None:
+        # Read settings from attributes: the recipe has only those that differ from defaults.
+        kwargs = {
+            kwarg.name: getattr(observer, kwarg.attribute or kwarg.name)
+            for kwarg in Observer.get_value_from_registry(name)._kwargs
+        }
         args = observer.args.model_copy(update={"observer": name, "observer_kwargs": kwargs})
     else:
         args = observer.args
@@ -163,6 +148,17 @@ def counterpart(observer: PeerObserver) -> QuantizationArgs:
             )
     make_observer(observer.base_name, args)  # refuses settings out of range
     return args
+
+
+def _built_in_name(peer: type) -> str | None:
+    """Return the name of an observer of llm-compressor's own, if Inlay has its counterpart."""
+    for name in PeerObserver.registered_names():
+        if PeerObserver.get_value_from_registry(name) is peer and _is_registered(name):
+            own = Observer.get_value_from_registry(name)
+            modules = peer.__module__.split(".")[0], own.__module__.split(".")[0]
+            if modules == ("llmcompressor", "inlay"):
+                return str(name).replace("-", "_")
+    return None
 
 
 def _is_registered(name: str | None) -> bool:
@@ -191,7 +187,7 @@ def hand_over(statistics: StatisticsBySlot, slot: Slot, observer: PeerObserver) 
 @contextmanager
 def searched_by_inlay(observers: Iterable[PeerObserver]) -> Iterator[None]:
     """Let weight observers of llm-compressor that search for a range use Inlay's search."""
-    searching = [o for o in observers if "grid" in _COUNTERPARTS.get(type(o), ("", {}))[1]]
+    searching = [o for o in observers if hasattr(o, "grid") and _built_in_name(type(o))]
     try:
         for observer in searching:
             own = make_observer("weight", counterpart(observer))

@@ -1,5 +1,8 @@
 """Observers turn observed values into statistics, and statistics into scales."""
 
+import importlib
+import pkgutil
+
 from inlay.observers.base import (
     MinMaxTuple,
     Observer,
@@ -60,3 +63,7 @@ __all__ = [
     "require_finite",
     "sync_observers",
 ]
+
+# Every observer of this folder is registered, also those that nobody imports by name.
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

@@ -16,6 +16,7 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers.helpers import flatten_for_calibration
 from inlay.observers.kwargs import Kwarg, read_kwargs
 from inlay.observers.sync import start_sync
+from inlay.ranges.float_histogram import Histogram
 from inlay.ranges.qparams import qparams_of_range
 
 __all__ = ["MinMaxTuple", "Observer", "QParamsDict", "default_observer", "require_finite"]
@@ -52,6 +53,10 @@ class Observer(InternalModule, RegistryMixin):
 
     # Whether the statistics are the same for every format, so that another one can be chosen later.
     any_format: ClassVar[bool] = False
+
+    # Whether the range of an equalized input follows from the ranges of its channels, so that one
+    # run over the data is enough. Not inherited: a subclass may measure something else.
+    follows_channels: ClassVar[bool] = False
 
     # Settings of built-in observers, checked and set as attributes. A user's own observer reads its
     # settings from `self.args.observer_kwargs`.
@@ -92,6 +97,11 @@ class Observer(InternalModule, RegistryMixin):
     @property
     def has_statistics(self) -> bool:
         return hasattr(self, "min_vals")
+
+    @property
+    def histogram(self) -> Histogram | None:
+        """Return the distribution of the values observed so far, if the observer keeps it."""
+        return None
 
     @abstractmethod
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:

@@ -83,7 +83,7 @@ class HistogramObserver(StaticMinMaxObserver):
 
     @property
     def histogram(self) -> Histogram:
-        """The distribution of the values observed so far."""
+        """Return the distribution of the values observed so far."""
         require_finite(self, _EXTREMES)
         return Histogram(self.bins, self.counts, self.min_vals, self.max_vals)
 

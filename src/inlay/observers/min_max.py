@@ -48,6 +48,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """Minimum and maximum of all observed values."""
 
     any_format = True
+    follows_channels = True
     _act_sync_dict = {"min_vals": dist.ReduceOp.MIN, "max_vals": dist.ReduceOp.MAX}
     _kwargs: ClassVar[tuple[Kwarg, ...]] = ()
 

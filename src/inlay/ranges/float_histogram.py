@@ -134,6 +134,9 @@ class Histogram:
         self.bins, self.counts = bins, counts
         self.min_vals, self.max_vals = min_vals, max_vals
 
+    def cpu(self) -> "Histogram":
+        return Histogram(self.bins, self.counts.cpu(), self.min_vals.cpu(), self.max_vals.cpu())
+
     @cached_property
     def _used(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Inner and outer edges of the bins that each group uses, and their mass."""

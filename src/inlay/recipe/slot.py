@@ -12,7 +12,6 @@ from inlay.observers import (
     HessianObserver,
     MeasuringObserver,
     Observer,
-    StaticMinMaxObserver,
     default_observer,
 )
 
@@ -172,12 +171,9 @@ class Slot:
 
     @property
     def sees_scaled(self) -> bool:
-        """Whether an equalized input has to be observed once its channels are scaled.
-
-        The range of `static_minmax` follows from the ranges of channels; others have to see it.
-        """
+        """Whether an equalized input has to be observed once its channels are scaled."""
         is_input = self.base_name == "input" and not self.watches_input and self.is_observed
-        return is_input and self.observer_class is not StaticMinMaxObserver
+        return is_input and not vars(self.observer_class).get("follows_channels", False)
 
     def moved_to(self, module: str) -> "Slot":
         """Return the same slot of another module."""
