@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from calibrating_ranks import Job, files_in, rows, run, save_llama
+from calibrating_ranks import Job, files_in, rows, run, save_llama, save_with_full_disk
 from ranks import Ranks
 
-from inlay.errors import ConfigurationError, RankError
+from inlay.errors import CheckpointError, ConfigurationError, RankError
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +130,13 @@ def test_all_ranks_write_the_files_that_one_process_writes(
 def test_where_the_first_cannot_write_all_say_so(ranks: Ranks) -> None:
     for error in ranks.run(save_llama, [("/proc/nowhere", "W8A8", "5GB")] * 4):
         assert "cannot write the folder /proc/nowhere" in str(error)
+
+
+def test_where_another_cannot_write_nothing_is_left(ranks: Ranks, tmp_path: Path) -> None:
+    errors = ranks.run(save_with_full_disk, [str(tmp_path / "out")] * 4)
+    assert [type(error) for error in errors] == [RankError, RankError, CheckpointError, RankError]
+    assert all("No space left on device" in str(error) for error in errors)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_are_searched_by_one_rank_each(ranks: Ranks) -> None:

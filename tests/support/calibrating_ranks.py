@@ -1,5 +1,6 @@
 """Runs of `inlay.calibrate` on ranks and alone. In a module of its own, for them to import."""
 
+import errno
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 import inlay
+from inlay.checkpoint import shards
 from inlay.engine import keeping
 from inlay.ranks import together
 from inlay.steps.choose_ranges import _Ranges
@@ -126,6 +128,22 @@ def save_llama(how: tuple[str, str, str]) -> dict[str, bytes]:
     run = inlay.calibrate(llama(num_hidden_layers=3), recipe)
     run.save(folder, report=False, max_shard_size=size)
     return {path.name: path.read_bytes() for path in sorted(Path(folder).glob("model*"))}
+
+
+def save_with_full_disk(folder: str) -> None:
+    """Save a model where one rank finds the disk full once it has written."""
+    write = shards.write_tensors
+
+    def full(*args: Any, **options: Any) -> Any:
+        write(*args, **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if _rank() == 2:
+        shards.write_tensors = full
+    try:
+        save_llama((folder, "W8A8", "20KB"))
+    finally:
+        shards.write_tensors = write
 
 
 def _rank() -> int:
