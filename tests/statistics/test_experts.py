@@ -140,8 +140,8 @@ class MeasuresOtherwise(StaticMinMaxObserver):
 
 
 def test_who_measures_otherwise_does_not_inherit_how_parts_are_measured() -> None:
-    assert StaticMinMaxObserver.measures_parts()
-    assert not MeasuresOtherwise.measures_parts()
+    assert StaticMinMaxObserver.measures_row_groups()
+    assert not MeasuresOtherwise.measures_row_groups()
 
 
 def test_blocks_share_what_is_compiled() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from inlay.equalization.ops import Refusal
-from inlay.equalization.parts import Part, part_of
+from inlay.equalization.slices import Slice, slice_of
 from inlay.graph import fake_value, tensor_op
 
 __all__ = [
@@ -77,7 +77,7 @@ def layout_of_source(node: Node, layout: Layout) -> tuple[Node, Layout, list[Axi
     """
     source = node.args[0] if node.args else node.kwargs.get("input")
     name = tensor_op(node)
-    part = part_of(node)
+    part = slice_of(node)
     if part is not None and not part.drops and layout[part.dim]:
         return part.value, _with_window(part, layout), []
     if not isinstance(source, Node) or not isinstance(fake_value(source), torch.Tensor):
@@ -102,7 +102,7 @@ def lone_part(node: Node, layout: Layout) -> tuple[Node, Layout] | None:
 
     :return: None if the op reads more than one position, or channels lie along them
     """
-    part = part_of(node)
+    part = slice_of(node)
     if part is None or part.stop - part.start != 1:
         return None
     if not part.drops and layout[part.dim]:
@@ -111,7 +111,7 @@ def lone_part(node: Node, layout: Layout) -> tuple[Node, Layout] | None:
     return part.value, _with_window(part, with_dim)
 
 
-def _with_window(part: Part, layout: Layout) -> Layout:
+def _with_window(part: Slice, layout: Layout) -> Layout:
     """Undo an op that reads a part of a dimension."""
     size, inner = _shape(part.value)[part.dim], layout[part.dim]
     if any(isinstance(axis, Window) for axis in leaves_of(inner)):

@@ -36,7 +36,7 @@ from inlay.equalization.ops import (
     times_read,
     weight_source,
 )
-from inlay.equalization.parts import parts_read_by
+from inlay.equalization.slices import slices_read_by
 from inlay.graph import (
     FoundGroup,
     FoundProducer,
@@ -335,10 +335,9 @@ class Search:
             isinstance(leaf, Window) for dim in self._trail.layouts[node] for leaf in leaves_of(dim)
         ):
             return False
-        parts = list(parts_read_by(user))
-        ours = [
-            p for u in node.users for p in parts_read_by(u) if p and p.reader in self._trail.layouts
-        ]
+        parts = list(slices_read_by(user))
+        siblings = (each for other in node.users for each in slices_read_by(other))
+        ours = [each for each in siblings if each and each.reader in self._trail.layouts]
         return bool(ours) and all(
             part is not None
             and (part.reader in self._trail.layouts or all(map(part.is_apart_from, ours)))

@@ -126,7 +126,7 @@ class Observe:
     @property
     def in_graph(self) -> bool:
         """Whether the graph itself updates the statistics."""
-        return self.reason is None and (self.groups is None or self.rule.measures_parts)
+        return self.reason is None and (self.groups is None or self.rule.measures_row_groups)
 
     def fake_inputs(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the arguments after the value, by name and without data."""

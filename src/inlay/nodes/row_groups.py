@@ -22,7 +22,7 @@ def observe_all_groups(
 
     :param before: statistics with a first dimension of groups
     """
-    after = rule.after_parts(before, seen, value, groups)
+    after = rule.after_row_groups(before, seen, value, groups)
     for name, tensor in before.items():
         tensor.copy_(after[name])
     counts = groups.counts()

@@ -41,6 +41,6 @@ class ChannelRangeObserver(MeasuringObserver):
         ranges = {"min_vals": as_stored(low), "max_vals": as_stored(high)}
         return {**ranges, "magnitudes": sizes.sum(0)}
 
-    def measure_input_parts(self, x: torch.Tensor, parts: RowGroups) -> Tensors:
-        ranges = {"min_vals": as_stored(parts.least(x)), "max_vals": as_stored(parts.largest(x))}
-        return {**ranges, "magnitudes": parts.total(x.abs().to(torch.float32))}
+    def measure_input_row_groups(self, x: torch.Tensor, groups: RowGroups) -> Tensors:
+        ranges = {"min_vals": as_stored(groups.least(x)), "max_vals": as_stored(groups.largest(x))}
+        return {**ranges, "magnitudes": groups.total(x.abs().to(torch.float32))}

@@ -99,9 +99,9 @@ class HistogramObserver(StaticMinMaxObserver):
         zeros = torch.arange(self.bins.size, device=observed.device) == 0
         return counts - zeros * ((~valid).sum() * observed.size(-1))
 
-    def measure_parts(self, observed: torch.Tensor, parts: RowGroups) -> Tensors:
-        counts = self.bins.count(as_stored(observed), parts)
-        return {**super().measure_parts(observed, parts), "counts": counts}
+    def measure_row_groups(self, observed: torch.Tensor, groups: RowGroups) -> Tensors:
+        counts = self.bins.count(as_stored(observed), groups)
+        return {**super().measure_row_groups(observed, groups), "counts": counts}
 
     @torch.no_grad()
     def range(self, args: QuantizationArgs | None = None, **settings: Any) -> MinMaxTuple:

@@ -138,9 +138,9 @@ class IMatrixMSEObserver(MeasuringObserver):
             "_imatrix_count": none + (math.prod(x.shape[:-1]) if valid is None else valid.sum()),
         }
 
-    def measure_input_parts(self, x: torch.Tensor, parts: RowGroups) -> Tensors:
+    def measure_input_row_groups(self, x: torch.Tensor, groups: RowGroups) -> Tensors:
         squares = x.to(_PRECISION).pow(2)
-        return {"_imatrix_sum": parts.total(squares), "_imatrix_count": parts.counts()}
+        return {"_imatrix_sum": groups.total(squares), "_imatrix_count": groups.counts()}
 
     def follow(self, before: Mapping[str, torch.Tensor], measured: Tensors) -> Tensors:
         # The model may have moved to another device since the sums were gathered.

@@ -45,24 +45,24 @@ class MeasuringObserver(Observer):
         """
         raise NotImplementedError
 
-    def measure_parts(self, observed: torch.Tensor, parts: RowGroups) -> Tensors:
-        """Compute the statistics of each part of a value alone, along a first dimension.
+    def measure_row_groups(self, observed: torch.Tensor, groups: RowGroups) -> Tensors:
+        """Compute the statistics of each row group of a value, along a first dimension.
 
-        What it gives for a part without observations is not looked at. If the class that implements
-        `measure` does not implement this too, the parts are measured one after another.
+        What it gives for a group without observations is ignored. If the class that implements
+        `measure` does not implement this too, the groups are measured one after another.
         """
         raise NotImplementedError
 
-    def measure_input_parts(self, x: torch.Tensor, parts: RowGroups) -> Tensors:
-        """Compute the statistics of each part of an input of the module; see `measure_parts`.
+    def measure_input_row_groups(self, x: torch.Tensor, groups: RowGroups) -> Tensors:
+        """Compute the statistics of each row group of an input; see `measure_row_groups`.
 
         :param x: of shape (rows, features)
         """
         raise NotImplementedError
 
     @classmethod
-    def measures_parts(cls, *, of_input: bool = False) -> bool:
-        """Tell whether all parts of a value can be measured at once, exactly as one by one."""
+    def measures_row_groups(cls, *, of_input: bool = False) -> bool:
+        """Tell whether all groups of a value can be measured at once, exactly as one by one."""
         whole = "measure_input" if of_input else "measure"
         for base in cls.__mro__:
             if f"{whole}_parts" in vars(base):

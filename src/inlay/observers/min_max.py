@@ -33,8 +33,8 @@ class MemorylessMinMaxObserver(MeasuringObserver):
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         return _min_max(observed, valid)
 
-    def measure_parts(self, observed: torch.Tensor, parts: RowGroups) -> Tensors:
-        return _min_max_of_parts(observed, parts)
+    def measure_row_groups(self, observed: torch.Tensor, groups: RowGroups) -> Tensors:
+        return _min_max_of_row_groups(observed, groups)
 
     @classmethod
     def measure_weights(
@@ -86,8 +86,8 @@ class MinMaxObserver(MovingAverage):
     def measure(self, observed: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         return _min_max(observed, valid)
 
-    def measure_parts(self, observed: torch.Tensor, parts: RowGroups) -> Tensors:
-        return _min_max_of_parts(observed, parts)
+    def measure_row_groups(self, observed: torch.Tensor, groups: RowGroups) -> Tensors:
+        return _min_max_of_row_groups(observed, groups)
 
 
 def _min_max(observed: torch.Tensor, valid: torch.Tensor | None) -> Tensors:
@@ -97,9 +97,9 @@ def _min_max(observed: torch.Tensor, valid: torch.Tensor | None) -> Tensors:
     return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
 
 
-def _min_max_of_parts(observed: torch.Tensor, parts: RowGroups) -> Tensors:
+def _min_max_of_row_groups(observed: torch.Tensor, groups: RowGroups) -> Tensors:
     # Rows first: a compiled graph takes these while it makes the value, and few numbers are left.
-    low, high = parts.least(observed.amin(-1)), parts.largest(observed.amax(-1))
+    low, high = groups.least(observed.amin(-1)), groups.largest(observed.amax(-1))
     return {"min_vals": as_stored(low), "max_vals": as_stored(high)}
 
 

@@ -59,12 +59,12 @@ class FloatBins:
         bin_ += negative
         return bin_
 
-    def count(self, observed: torch.Tensor, parts: RowGroups | None = None) -> torch.Tensor:
+    def count(self, observed: torch.Tensor, row_groups: RowGroups | None = None) -> torch.Tensor:
         """Count the values of each group in each bin.
 
         :param observed: values of shape (num_observations, *qparam_shape, group_size)
-        :param parts: of the observations, each counted apart; None for all together
-        :return: int64 of shape (*qparam_shape, size), with a first dimension of parts if there are
+        :param row_groups: those of the observations, each counted apart; None for all together
+        :return: int64 of shape (*qparam_shape, size), with a first dimension of row groups if any
         """
         shape = observed.shape[1:-1]
         groups = math.prod(shape)
@@ -73,12 +73,12 @@ class FloatBins:
             first = torch.arange(groups, dtype=torch.int32, device=index.device) * self.size
             index = index + first.reshape(*shape, 1)
         many = 1
-        if parts is not None:  # and each part its own; observations of none are counted last
-            number = parts.numbers(len(observed)).to(torch.int32)
+        if row_groups is not None:  # and each row group; observations of none are counted last
+            number = row_groups.numbers(len(observed)).to(torch.int32)
             index = index + beside(number * (groups * self.size), index)
-            many += len(parts.ends)
+            many += len(row_groups.ends)
         counts: torch.Tensor = torch.ops.inlay.count(index.flatten(), many * groups * self.size)
-        if parts is None:
+        if row_groups is None:
             return counts.reshape(*shape, self.size)
         return counts.reshape(many, *shape, self.size)[:-1]
 

@@ -1,4 +1,4 @@
-"""Reduce the rows of a value part by part, where rows of one part stand side by side."""
+"""Reduce the rows of a value group by group, where the rows of a group are adjacent."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ __all__ = ["RowGroups", "beside"]
 
 @dataclass(frozen=True)
 class RowGroups:
-    """How the rows of a value are divided into parts: those of the first part, then of the next.
+    """How the rows of a value are divided into groups: first those of the first, and so on.
 
-    The number of parts is fixed and their lengths are data, so a graph is the same for all of them.
-    A part may be empty. Rows after the last part belong to none.
+    The number of groups is fixed and their lengths are data, so one graph serves all lengths. A
+    group may be empty. Rows after the last group belong to none.
 
-    :param ends: the row at which each part ends, of shape (parts,)
+    :param ends: the row at which each group ends, of shape (groups,)
     :param valid: which rows count, of shape (rows,); None if all do
     """
 
@@ -26,7 +26,7 @@ class RowGroups:
         return torch.cat([self.ends.new_zeros(1), self.ends]).to(torch.int64)
 
     def counts(self) -> torch.Tensor:
-        """Count the rows of each part that count, as int64."""
+        """Count the valid rows of each group, as int64."""
         bounds = self._bounds
         if self.valid is not None:
             before = torch.cumsum(self.valid, 0, dtype=torch.int64)
@@ -34,7 +34,7 @@ class RowGroups:
         return torch.diff(bounds)
 
     def numbers(self, rows: int) -> torch.Tensor:
-        """Tell of each row which part it belongs to, as int64; rows of none give the next number.
+        """Return the number of each row's group, as int64; rows of none give the next number.
 
         :param rows: how many rows there are
         """
@@ -45,19 +45,19 @@ class RowGroups:
         return torch.where(self.valid, found, len(self.ends))
 
     def least(self, values: torch.Tensor) -> torch.Tensor:
-        """Find the smallest values of each part; infinity for a part without any.
+        """Find the smallest values of each group; infinity for a group without any.
 
         :param values: of shape (rows, ...)
-        :return: of shape (parts, ...)
+        :return: of shape (groups, ...)
         """
         return self._reduced(values, "min", torch.inf)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """Find the largest values of each part; minus infinity for a part without any."""
+        """Find the largest values of each group; minus infinity for a group without any."""
         return self._reduced(values, "max", -torch.inf)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum the values of each part, row by row, so in the same order every time."""
+        """Sum the values of each group, row by row, in the same order every time."""
         return self._reduced(values, "sum", 0.0)
 
     def _reduced(self, values: torch.Tensor, how: str, nothing: float) -> torch.Tensor:
@@ -70,5 +70,5 @@ class RowGroups:
 
 
 def beside(flags: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """View a flag for each row, or part, so that it goes with all values of it."""
+    """View a flag for each row, or group, so that it broadcasts over the values of it."""
     return flags.reshape(-1, *[1] * (values.ndim - 1))

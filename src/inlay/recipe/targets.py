@@ -73,13 +73,19 @@ def quantized_ports(
             is_match(name, module, target) and not target.startswith("re:")
             for target in scheme.targets
         ):
-            raise ConfigurationError(f"{name} is a {type(module).__name__}; {_QUANTIZABLE}")
+            raise ConfigurationError(
+                f"{name} is a {type(module).__name__}; {_reason(name, module)}"
+            )
         elif _holds_matrix(module):
-            left[name] = f"it is a {type(module).__name__}, and {_QUANTIZABLE}"
+            left[name] = f"it is a {type(module).__name__}, and {_reason(name, module)}"
     yield from ((name, ports, scheme) for name, (ports, scheme) in attention.items())
 
 
-_QUANTIZABLE = "only Linear, Embedding and attention modules can be quantized"
+def _reason(name: str, module: nn.Module) -> str:
+    """Say why a module that holds a matrix is not quantized."""
+    layout = layout_of(name, module)
+    problem = None if layout is None else layout.problem(module)
+    return problem or "only Linear, Embedding and attention modules can be quantized"
 
 
 def _holds_matrix(module: nn.Module) -> bool:

@@ -183,29 +183,29 @@ class Rule:
         return {name: torch.where(valid.any(), after[name], before[name]) for name in before}
 
     @property
-    def measures_parts(self) -> bool:
-        """Whether all parts of a value can be measured at once."""
+    def measures_row_groups(self) -> bool:
+        """Whether all groups of a value can be measured at once."""
         if not isinstance(self.observer, MeasuringObserver) or not self.measures:
             return False
-        return self.observer.measures_parts(of_input=self.slot.watches_input)
+        return self.observer.measures_row_groups(of_input=self.slot.watches_input)
 
-    def after_parts(
-        self, before: Tensors, seen: torch.Tensor, value: torch.Tensor, parts: RowGroups
+    def after_row_groups(
+        self, before: Tensors, seen: torch.Tensor, value: torch.Tensor, groups: RowGroups
     ) -> Tensors:
         """Compute the statistics of each part after a value from those before it.
 
-        Statistics have a first dimension of parts. A part without tokens keeps its own.
+        Statistics have a first dimension of groups. A group without tokens keeps its own.
 
         :param seen: how many values each part had before
         """
         assert isinstance(self.observer, MeasuringObserver)
         measured = (
-            self.observer.measure_input_parts(value, parts)
+            self.observer.measure_input_row_groups(value, groups)
             if self.slot.watches_input
-            else self.observer.measure_parts(self._flat(value), parts)
+            else self.observer.measure_row_groups(self._flat(value), groups)
         )
         later = self.observer.follow(before, measured)
-        is_first, has_tokens = seen == 0, parts.counts() > 0
+        is_first, has_tokens = seen == 0, groups.counts() > 0
         after = {}
         for name, own in before.items():
             new = torch.where(beside(is_first, own), measured[name], later[name])

@@ -44,13 +44,7 @@ class _Ranges:
         distinct = {name: observers[name] for name in dict.fromkeys(first_of.values())}
 
         def answers_of(names: Sequence[str]) -> Iterable[tuple[str, QParamsDict | StatisticsError]]:
-            views = self.plan.weights
-            own_weights = {
-                views[self.plan.slots[name].module]: weights[name]
-                for name in names
-                if name in weights
-            }
-            observe_weights(own_weights, self.weights.plain, self.progress)
+            self._observe_weights({name: weights[name] for name in names if name in weights})
             own = {name: distinct[name] for name in names}
             return watched(_answers(own), "computing scales", total=len(own), show=self.progress)
 
@@ -144,6 +138,11 @@ class _Ranges:
             place = self.weights.place(self.plan.weights[slot.module])
             tied.setdefault((place, key_of(slot.args)), []).append(name)
         return tied
+
+    def _observe_weights(self, observers: Mapping[str, Observer]) -> None:
+        views = self.plan.weights
+        own = {views[self.plan.slots[name].module]: each for name, each in observers.items()}
+        observe_weights(own, self.weights.plain, self.progress)
 
     def _cost(self, name: str) -> float:
         """How long a range takes to be found, roughly, in elements of a weight."""

@@ -1,4 +1,4 @@
-"""Ops that read a part of a dimension, such as the values in a projection of queries and all."""
+"""Ops that read a slice of a dimension, such as the values in a projection of queries and all."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch.fx import Node
 
 from inlay.graph import fake_value, tensor_op
 
-__all__ = ["Part", "part_of", "parts_read_by"]
+__all__ = ["Slice", "slice_of", "slices_read_by"]
 
 _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
 
 
 @dataclass(frozen=True)
-class Part:
+class Slice:
     """A node that reads positions `start` to `stop` of one dimension of a value.
 
     :param drops: whether what is read has that dimension no more, as after an index by a number
@@ -28,7 +28,7 @@ class Part:
     stop: int
     drops: bool = False
 
-    def is_apart_from(self, other: "Part") -> bool:
+    def is_apart_from(self, other: "Slice") -> bool:
         """Whether nothing is read by both."""
         return self.dim == other.dim and (self.stop <= other.start or other.stop <= self.start)
 
@@ -38,7 +38,7 @@ def _is_split(node: Node) -> bool:
     return tensor_op(node) in _SPLITS
 
 
-def part_of(node: Node) -> Part | None:
+def slice_of(node: Node) -> Slice | None:
     """Return which part of what value a node is; None if it is not known to be one."""
     name = tensor_op(node)
     if name == "getitem" and isinstance(node.args[0], Node):
@@ -50,12 +50,12 @@ def part_of(node: Node) -> Part | None:
     return _of_select(node) if name == "select" else None
 
 
-def parts_read_by(user: Node) -> Iterator[Part | None]:
+def slices_read_by(user: Node) -> Iterator[Slice | None]:
     """Yield what a reader of a value reads of it; None for what is not known to be a part."""
     if _is_split(user):
-        yield from (part_of(each) for each in user.users)
+        yield from (slice_of(each) for each in user.users)
     else:
-        yield part_of(user)
+        yield slice_of(user)
 
 
 def _shape(node: Any) -> tuple[Any, ...] | None:
@@ -63,7 +63,7 @@ def _shape(node: Any) -> tuple[Any, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _of_split(split: Node, node: Node) -> Part | None:
+def _of_split(split: Node, node: Node) -> Slice | None:
     value, index, pieces = split.args[0], node.args[1], fake_value(split)
     shape = _shape(value)
     if shape is None or not isinstance(index, int) or not isinstance(pieces, (tuple, list)):
@@ -77,10 +77,10 @@ def _of_split(split: Node, node: Node) -> Part | None:
     if not all(isinstance(size, int) for size in sizes):
         return None
     index %= len(sizes)
-    return Part(value, node, dim, sum(sizes[:index]), sum(sizes[: index + 1]))
+    return Slice(value, node, dim, sum(sizes[:index]), sum(sizes[: index + 1]))
 
 
-def _of_index(value: Node, node: Node) -> Part | None:
+def _of_index(value: Node, node: Node) -> Slice | None:
     """Read an index that takes a part of one dimension and all of the others."""
     shape, index = _shape(value), node.args[1]
     if shape is None:
@@ -89,7 +89,7 @@ def _of_index(value: Node, node: Node) -> Part | None:
     if Ellipsis in [step for step in steps if not isinstance(step, (Node, list))]:
         at = next(place for place, step in enumerate(steps) if step is Ellipsis)
         steps[at : at + 1] = [slice(None)] * (len(shape) - len(steps) + 1)
-    found: Part | None = None
+    found: Slice | None = None
     for dim, step in enumerate(steps):
         if step == slice(None):
             continue
@@ -97,7 +97,7 @@ def _of_index(value: Node, node: Node) -> Part | None:
         bounds = _bounds(step, size)
         if bounds is None or found is not None:
             return None
-        found = Part(value, node, dim, *bounds, drops=isinstance(step, int))
+        found = Slice(value, node, dim, *bounds, drops=isinstance(step, int))
     return found
 
 
@@ -115,7 +115,7 @@ def _bounds(step: Any, size: Any) -> tuple[int, int] | None:
     return (start, stop) if stride == 1 and start < stop else None
 
 
-def _of_select(node: Node) -> Part | None:
+def _of_select(node: Node) -> Slice | None:
     given = dict(zip(("input", "dim", "index"), node.args, strict=False)) | dict(node.kwargs)
     value, dim, shape = given["input"], given["dim"], _shape(given["input"])
     if shape is None or not isinstance(dim, int):
@@ -123,10 +123,10 @@ def _of_select(node: Node) -> Part | None:
     dim %= len(shape)
     bounds = _bounds(given["index"], shape[dim])
     assert isinstance(value, Node)
-    return None if bounds is None else Part(value, node, dim, *bounds, drops=True)
+    return None if bounds is None else Slice(value, node, dim, *bounds, drops=True)
 
 
-def _of_slice(node: Node) -> Part | None:
+def _of_slice(node: Node) -> Slice | None:
     names = ("input", "dim", "start", "length" if tensor_op(node) == "narrow" else "end", "step")
     given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     value, dim, start = given["input"], given.get("dim", 0), given.get("start")
@@ -140,4 +140,4 @@ def _of_slice(node: Node) -> Part | None:
         end = start + given["length"]
     dim %= len(shape)
     bounds = _bounds(slice(start, end, given.get("step")), shape[dim])
-    return None if bounds is None else Part(value, node, dim, *bounds)
+    return None if bounds is None else Slice(value, node, dim, *bounds)
