@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from inlay.engine.stream import stream
     from inlay.observers import Observer, QParamsDict, sync_observers
     from inlay.recipe import Recipe
+    from inlay.serving import load, package
     from inlay.statistics.on_disk import StoredStatistics
 
 __all__ = [
@@ -38,7 +39,9 @@ __all__ = [
     "__version__",
     "calibrate",
     "finalize",
+    "load",
     "observers",
+    "package",
     "passes",
     "stream",
     "sync_observers",
@@ -53,6 +56,8 @@ _LAZY = {
     "StoredStatistics": "inlay.statistics.on_disk",
     "calibrate": "inlay.engine.calibrate",
     "finalize": "inlay.calibration.named_backend",
+    "load": "inlay.serving",
+    "package": "inlay.serving",
     "stream": "inlay.engine.stream",
     "sync_observers": "inlay.observers",
 }

@@ -16,6 +16,7 @@ import llmcompressor
 import overhead
 import pipelines
 import processes
+import serving
 import streaming
 import torch
 import weights
@@ -34,6 +35,7 @@ PARTS = {
     "inside": inside.rows,
     "streaming": streaming.rows,
     "processes": processes.rows,
+    "serving": serving.rows,
 }
 
 

@@ -1,5 +1,6 @@
-"""The command that checks whether Inlay gets an architecture right."""
+"""Commands that run a model: one checks an architecture, one uses a quantized checkpoint."""
 
+import json
 from typing import Annotated, Any
 
 import typer
@@ -7,6 +8,8 @@ import typer
 from inlay.cli.app import app
 from inlay.cli.arguments import (
     Download,
+    Dtype,
+    DtypeOption,
     Equalize,
     GgufFile,
     Ignore,
@@ -23,7 +26,7 @@ from inlay.cli.recipes import wanted_of
 from inlay.cli.terminal import calm_transformers, console, reported
 from inlay.errors import ConfigurationError
 
-__all__ = ["check"]
+__all__ = ["check", "run"]
 
 _ROWS, _TOKENS = 2, (16, 24)  # of the batches: two lengths, as lengths vary in use
 
@@ -74,6 +77,42 @@ def check(
         screen.print(f"  right: {text}", soft_wrap=True)
     for text in found.left_out:
         screen.print(f"  not checked: {text}", soft_wrap=True)
+
+
+@app.command()
+@reported
+def run(
+    model: Model,
+    text: Annotated[
+        list[str],
+        typer.Option("--text", help="What to continue or embed; may be repeated."),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
+    dtype: DtypeOption = Dtype.AUTO,
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile first; pays for many tokens.")
+    ] = False,
+    download: Download = False,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Run a quantized checkpoint: continue texts, or print their embeddings as JSON.
+
+    Example: [b]inlay run ./SmolLM2-W8A8 --text "Once upon a time"[/b]
+    """
+    calm_transformers(quiet=True)
+    from inlay.checkpoint.loading import load_tokenizer
+    from inlay.serving.loading import load
+    from inlay.serving.using import continued, embedded
+
+    source: dict[str, Any] = {"trust_remote_code": trust_remote_code, "download": download}
+    loaded: Any = load(model, dtype=dtype.value, compile=compiled, **source)
+    tokenizer = load_tokenizer(model, **source)
+    if loaded.can_generate():
+        results = continued(loaded, tokenizer, text, tokens=tokens)
+    else:
+        results = [json.dumps(vector) for vector in embedded(loaded, tokenizer, text).tolist()]
+    for result in results:
+        typer.echo(result)
 
 
 def _batch(model: Any, tokens: int) -> dict[str, Any]:

@@ -15,9 +15,11 @@ __all__ = [
     "DynamicQParams",
     "Quantize",
     "column_sums",
+    "dynamic_qparams",
     "integer_linear",
     "integer_weight",
     "missing_kernels",
+    "quantized",
     "unsupported_formats",
 ]
 
@@ -40,60 +42,71 @@ class _OfArgs:
         return hash(key_of(self.args))
 
 
-class DynamicQParams(_OfArgs):
-    """The callable of a node that computes scale and zero point from the value itself.
+def dynamic_qparams(
+    value: torch.Tensor, bits: int, *, symmetric: bool, per_token: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute scale and zero point from the value itself, as compressed-tensors does.
 
-    It does what compressed-tensors does, in ops that every tracer can see.
+    Its own functions keep tensors from one call to the next, which not every tracer can see.
     """
+    value = value.detach()
+    reduced = tuple(range(2, value.ndim))
+    if per_token and reduced:
+        low, high = value.amin(reduced, keepdim=True), value.amax(reduced, keepdim=True)
+    else:  # a matrix has one scale, even if tokens are to have one each
+        low, high = (extreme.reshape(1) for extreme in value.aminmax())
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    lowest, highest = _range(bits)
+    if symmetric:
+        scale = torch.maximum(low.abs(), high.abs()) / ((highest - lowest) / 2)
+        zero_point = torch.zeros_like(scale)
+    else:
+        scale = (high - low) / (highest - lowest)
+        zero_point = (lowest - low / scale).clamp(lowest, highest).round()
+    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    return scale, zero_point.to(torch.int8)
+
+
+def quantized(
+    value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, bits: int
+) -> torch.Tensor:
+    """Round a value to the integers that quantization stores, as compressed-tensors does."""
+    scaled = value.detach() / scale
+    if zero_point is not None:
+        scaled = scaled + zero_point.to(value.dtype)
+    return scaled.clamp(*_range(bits)).round().to(torch.int8)
+
+
+class DynamicQParams(_OfArgs):
+    """The callable of a node that computes scale and zero point from the value itself."""
 
     __name__ = "dynamic_qparams"
 
     def __call__(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        value = value.detach()
-        reduced = tuple(range(2, value.ndim))
-        if self.args.strategy == QuantizationStrategy.TOKEN and reduced:
-            low, high = value.amin(reduced, keepdim=True), value.amax(reduced, keepdim=True)
-        else:  # a matrix has one scale, even if tokens are to have one each
-            low, high = (extreme.reshape(1) for extreme in value.aminmax())
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        lowest, highest = _range(self.args)
-        if self.args.symmetric:
-            scale = torch.maximum(low.abs(), high.abs()) / ((highest - lowest) / 2)
-            zero_point = torch.zeros_like(scale)
-        else:
-            scale = (high - low) / (highest - lowest)
-            zero_point = (lowest - low / scale).clamp(lowest, highest)
-        smallest = torch.finfo(scale.dtype).eps
-        scale = torch.where(scale == 0, smallest, scale)
-        return scale, zero_point.round().to(self.args.zp_dtype)
+        symmetric, per_token = self.args.symmetric, _is_per_token(self.args)
+        return dynamic_qparams(value, self.args.num_bits, symmetric=symmetric, per_token=per_token)
 
     def examples(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values without data for a value without data."""
         shape: list[Any] = [1]
-        if self.args.strategy == QuantizationStrategy.TOKEN and value.ndim > 2:
+        if _is_per_token(self.args) and value.ndim > 2:
             shape = [*value.shape[:2], *[1] * (value.ndim - 2)]
         dtype = value.dtype
         return (
             value.new_empty(shape, dtype=dtype),
-            value.new_empty(shape, dtype=self.args.zp_dtype),
+            value.new_empty(shape, dtype=torch.int8),
         )
 
 
 class Quantize(_OfArgs):
-    """The callable of a node that rounds a value to the integers which quantization stores.
-
-    It does what compressed-tensors does, in ops that every tracer can see.
-    """
+    """The callable of a node that rounds a value to the integers which quantization stores."""
 
     __name__ = "quantize"
 
     def __call__(
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None
     ) -> torch.Tensor:
-        scaled = value.detach() / scale
-        if zero_point is not None:
-            scaled = scaled + zero_point.to(value.dtype)
-        return scaled.clamp(*_range(self.args)).round().to(torch.int8)
+        return quantized(value, scale, zero_point, self.args.num_bits)
 
 
 def integer_linear(
@@ -164,6 +177,8 @@ def _unsupported_input(args: QuantizationArgs) -> str | None:
         return f"its input has {_format(args)}"
     if strategy not in (QuantizationStrategy.TENSOR, QuantizationStrategy.TOKEN):
         return f"its input has scales per {_named(strategy)}"
+    if args.zp_dtype not in (None, torch.int8):
+        return f"its zero points are stored as {args.zp_dtype}"
     return f"its scales are stored as {args.scale_dtype}" if args.scale_dtype else None
 
 
@@ -176,8 +191,12 @@ def _unsupported_weight(args: QuantizationArgs) -> str | None:
     return None if args.symmetric else "its weight has zero points"
 
 
-def _range(args: QuantizationArgs) -> tuple[int, int]:
-    return -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1) - 1
+def _range(bits: int) -> tuple[int, int]:
+    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+
+def _is_per_token(args: QuantizationArgs) -> bool:
+    return bool(args.strategy == QuantizationStrategy.TOKEN)
 
 
 def _is_wide(args: QuantizationArgs) -> bool:

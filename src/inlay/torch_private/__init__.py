@@ -16,6 +16,7 @@ from inlay.torch_private.compilers import (
     mark_varying,
     module_behind,
     observing_dynamo,
+    package_exported,
     varying_dims,
 )
 from inlay.torch_private.copies import SharedCopy
@@ -95,6 +96,7 @@ __all__ = [
     "new_graph_like",
     "observing_dynamo",
     "onednn_linear",
+    "package_exported",
     "quiet_about_failures",
     "set_autocast",
     "set_grad_enabled",

@@ -22,6 +22,7 @@ __all__ = [
     "mark_varying",
     "module_behind",
     "observing_dynamo",
+    "package_exported",
     "varying_dims",
 ]
 
@@ -181,3 +182,13 @@ def compile_options(compiled: Any) -> Mapping[str, Any]:
         backend = backend._torchdynamo_orig_backend
     options: Mapping[str, Any] = getattr(backend, "kwargs", {}).get("options", {})
     return options
+
+
+def package_exported(exported: Any, path: str) -> None:
+    """Compile an exported program with AOTInductor into a file.
+
+    torch 2.6; it is documented, and has no public name.
+    """
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(exported, package_path=path)

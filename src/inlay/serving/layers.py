@@ -1,0 +1,101 @@
+"""Linear layers of a compressed checkpoint, computed by kernels that read its integers."""
+
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import decompress_module
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
+from torch import nn
+
+from inlay.nodes.kernels import (
+    column_sums,
+    dynamic_qparams,
+    integer_linear,
+    missing_kernels,
+    quantized,
+    unsupported_formats,
+)
+
+__all__ = ["IntegerLinear", "kernel_layer"]
+
+
+class IntegerLinear(nn.Module):
+    """A linear layer whose input and weight are multiplied as integers.
+
+    :param layer: a Linear as compressed-tensors loads it, with the integers of its weight
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    input_zero_point: torch.Tensor | None
+    sums: torch.Tensor | None
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        args = _scheme(layer).input_activations
+        assert args is not None
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        # Plain values, so that compiled code serves all layers of one shape.
+        self.bits, self.symmetric = args.num_bits, bool(args.symmetric)
+        self.per_token = args.strategy == QuantizationStrategy.TOKEN
+        weight = layer.weight.detach()
+        self.register_buffer("weight", weight)
+        for name in ("weight_scale", "bias", "input_scale"):
+            self.register_buffer(name, _detached(getattr(layer, name, None)))
+        zero_point = None if args.symmetric else _detached(getattr(layer, "input_zero_point", None))
+        self.register_buffer("input_zero_point", zero_point)
+        self.register_buffer("sums", None if args.symmetric else column_sums(weight))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        scale, zero_point = self.input_scale, self.input_zero_point
+        if scale is None:
+            scale, zero_point = dynamic_qparams(
+                input, self.bits, symmetric=self.symmetric, per_token=self.per_token
+            )
+        if self.symmetric:
+            zero_point = None
+        return integer_linear(
+            quantized(input, scale, zero_point, self.bits),
+            self.weight,
+            scale,
+            self.weight_scale,
+            zero_point,
+            self.sums,
+            self.bias,
+            dtype=input.dtype,
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def kernel_layer(layer: nn.Linear) -> tuple[nn.Module, str | None]:
+    """Return what computes a compressed layer, and why it is not a kernel, if it is none.
+
+    Without a kernel, the layer is decompressed, and quantizes and dequantizes its input.
+    """
+    scheme = _scheme(layer)
+    problem: str | None = "its weight is not quantized"
+    if scheme.weights is not None:
+        problem = unsupported_formats(scheme.input_activations, scheme.weights, layer.in_features)
+    if problem is None and scheme.output_activations is not None:
+        problem = "its output is quantized"
+    if problem is None and getattr(layer, "weight", None) is None:
+        problem = "its weight is packed"
+    problem = problem or missing_kernels(layer.weight_scale.device.type)
+    if problem is None:
+        return IntegerLinear(layer), None
+    decompress_module(layer)
+    return layer, problem
+
+
+def _scheme(layer: nn.Module) -> QuantizationScheme:
+    scheme: Any = layer.quantization_scheme
+    assert isinstance(scheme, QuantizationScheme)
+    return scheme
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()

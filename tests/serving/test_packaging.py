@@ -1,0 +1,41 @@
+"""A package runs where Inlay is not installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import inlay
+from inlay import Calibration, ConfigurationError, Recipe
+
+# `None` makes an import fail.
+ALONE = """
+import sys
+sys.modules["inlay"] = sys.modules["transformers"] = None
+import torch
+value, expected = torch.load({tensors!r})
+found = torch._inductor.aoti_load_package({package!r})(value)
+torch.testing.assert_close(found, expected)
+"""
+
+
+@pytest.mark.slow
+def test_a_package_loads_without_inlay(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, value = nn.Sequential(nn.Linear(16, 8)), torch.randn(2, 3, 16)
+    calibration = Calibration(model, Recipe.from_preset("W8A8"))
+    calibration.finalize()
+    quantized = calibration.quantized_module(value)
+    path = inlay.package(quantized, tmp_path / "model.pt2", value)
+    with torch.no_grad():
+        torch.save((value, quantized(value)), tmp_path / "tensors.pt")
+    code = ALONE.format(tensors=str(tmp_path / "tensors.pt"), package=str(path))
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_package_has_a_suffix(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"ends in \.pt2"):
+        inlay.package(nn.Linear(2, 2), tmp_path / "model", torch.ones(1, 2))
