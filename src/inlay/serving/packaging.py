@@ -22,7 +22,7 @@ def package(
     dynamic_shapes: Any = None,
     **kwargs: Any,
 ) -> Path:
-    """Write a package of AOTInductor, for `torch._inductor.aoti_load_package` or C++.
+    """Write a package of AOTInductor, for its `aoti_load_package` or for C++.
 
     It holds code for this kind of processor and the weights as they are stored. It needs neither
     Inlay nor transformers; models of transformers return tuples of tensors there.
