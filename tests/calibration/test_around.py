@@ -20,7 +20,7 @@ from inlay.nodes.call_region import CallRegion
 
 INPUTS = {"observer": "static_minmax"}
 STATIC = Recipe.from_preset("W8A8_STATIC", inputs=INPUTS, ignore=["lm_head"])
-WITH_HEAD = Recipe.from_preset("W8A8_STATIC", inputs=INPUTS)
+WITH_HEAD = Recipe.from_preset("W8A8_STATIC", inputs=INPUTS, ignore=())
 
 
 def observed(model: nn.Module, recipe: Recipe = STATIC, **more: Any) -> Calibration:
@@ -145,7 +145,7 @@ def test_an_unusual_model_runs_eagerly_too(model: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        (llama, Recipe.from_preset("W8A8_STATIC", inputs=INPUTS)),
+        (llama, Recipe.from_preset("W8A8_STATIC", inputs=INPUTS, ignore=())),
         (llama, Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], equalize=0.5)),
         (bert, Recipe.from_preset("W8A8_STATIC", inputs=INPUTS)),
     ],

@@ -23,7 +23,7 @@ from inlay.testing.modules import SequenceModule, TwoSequencesModule
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 SIZES = {"num_hidden_layers": 1}
-STATIC = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+STATIC = Recipe.from_preset("W8A8_STATIC", ignore=(), inputs={"observer": "static_minmax"})
 
 
 def test_a_family_is_right() -> None:

@@ -148,7 +148,7 @@ def test_a_stream_without_end_is_read_as_it_is_asked_for() -> None:
         while True:
             yield torch.ones(2, 3, dtype=torch.int64)
 
-    found = batches_of(endless())
+    found = batches_of(endless(), samples=None)
     assert found.samples is None
     assert found.held_out == []
     assert found.source == "a generator"
@@ -354,7 +354,7 @@ def test_a_streamed_dataset_is_not_exhausted() -> None:
     assert rows_in(found) == [[0], [1], [2]]
     assert rows_in(found.held_out) == [[3], [4]]
     assert taken <= 6
-    whole = batches_of(stream, tokenizer=TOKENIZER)
+    whole = batches_of(stream, tokenizer=TOKENIZER, samples=None)
     assert (whole.samples, whole.held_out) == (None, [])
     assert len(rows_in(whole)) == len(rows_in(whole)) == 50
 
@@ -373,6 +373,27 @@ def test_sources_in_words() -> None:
     ids = torch.ones(1, 2, dtype=torch.int64)
     assert batches_of([ids, ids]).source == "2 batches"
     assert batches_of(["w1", "w2", "w3"], tokenizer=TOKENIZER).source == "3 texts"
+
+
+def test_data_that_is_not_used_is_told(tmp_path: Path) -> None:
+    texts = ["w1"] * 10_000
+    words = {"tokenizer": TOKENIZER, "batch_size": 64}
+    assert batches_of(texts, **words).source == "512 of 10,000 texts"
+    assert batches_of(texts, samples=None, **words).source == "10,000 texts"
+    assert batches_of(texts[:528], **words).source == "528 texts"  # the last 16 are held out
+    assert batches_of(texts[:528], held_out=0, **words).source == "512 of 528 texts"
+    file = tmp_path / "some.txt"
+    file.write_text("w1\n\n" * 600)
+    assert batches_of(file, **words).source == "some.txt, 512 of 600 texts"
+    assert batches_of(iter(texts), **words).source == "a list_iterator, the first 512 texts"
+    assert batches_of(iter(texts[:9]), **words).source == "a list_iterator, 9 texts"
+    ids = torch.tensor([[1, 2]])
+    assert batches_of([ids] * 600).source == "512 of 600 batches"
+    assert (
+        batches_of(DataLoader(ids.expand(9, 2)), samples=4, held_out=0).source
+        == "a DataLoader, 4 of 9 batches"
+    )
+    assert batches_of(iter([ids] * 600)).source == "a list_iterator"
 
 
 @given(rows=rows_of_ids, batch_size=st.integers(1, 5))

@@ -20,6 +20,7 @@ X, Y = torch.randn(2, 2, 3, SIZE, generator=torch.Generator().manual_seed(3))
 
 def recipe(strength: float | str | None, **options: object) -> Recipe:
     inputs = {"observer": "static_minmax"}
+    options = {"ignore": (), **options}
     return Recipe.from_preset("W8A8_STATIC", inputs=inputs, equalize=strength, **options)
 
 

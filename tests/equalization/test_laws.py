@@ -35,7 +35,7 @@ strengths = st.one_of(st.floats(0, 1), st.just("auto"))
 
 
 def calibrated(model: nn.Module, strength: Any, **options: Any) -> Calibration:
-    recipe = Recipe.from_preset("W8A8_STATIC", equalize=strength, **options)
+    recipe = Recipe.from_preset("W8A8_STATIC", equalize=strength, **{"ignore": (), **options})
     return Calibration(model, recipe, compiler="eager", progress=False)
 
 

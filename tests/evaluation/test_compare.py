@@ -19,7 +19,7 @@ from inlay.evaluation.compare import Comparison, compare
 from inlay.evaluation.layer_errors import Noise
 from inlay.evaluation.measures import NO_LABEL, Choices, Vectors, next_tokens
 
-STATIC = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+STATIC = Recipe.from_preset("W8A8_STATIC", ignore=(), inputs={"observer": "static_minmax"})
 CAUSAL = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
 
 

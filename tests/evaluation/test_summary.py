@@ -24,7 +24,7 @@ from inlay.report import Change, Distribution, LayerError, ReportData, SlotRecor
 from inlay.run_record import Record
 
 HISTOGRAM = {"observer": "histogram", "observer_kwargs": {"method": "minmax"}}
-STATIC = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+STATIC = Recipe.from_preset("W8A8_STATIC", ignore=(), inputs={"observer": "static_minmax"})
 
 
 @pytest.fixture(autouse=True)

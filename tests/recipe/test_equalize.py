@@ -20,7 +20,7 @@ stage:
 
 
 def test_every_way_to_say_it() -> None:
-    by_preset = Recipe.from_preset("W8A8_STATIC", equalize=0.8)
+    by_preset = Recipe.from_preset("W8A8_STATIC", ignore=(), equalize=0.8)
     by_yaml = Recipe.from_yaml("preset: W8A8_STATIC\nequalize: 0.8\n")
     by_config = Recipe.from_config(by_preset.config, equalize=0.8)
     by_fields = Recipe.from_config(by_preset.fields)

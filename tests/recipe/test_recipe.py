@@ -244,7 +244,7 @@ def test_a_block_that_the_last_column_cuts_off_is_refused() -> None:
 )
 def test_what_matches_nothing_or_does_not_fit(fields: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Plan(llama(), Recipe.from_preset("W8A8", **fields))
+        Plan(llama(), Recipe.from_preset("W8A8", **{"ignore": (), **fields}))
 
 
 def test_an_ignored_pattern_that_matches_nothing_is_a_warning() -> None:
@@ -273,8 +273,35 @@ def test_an_ignored_pattern_that_matches_says_nothing() -> None:
     assert not any("down_proj" in name for name in plan.slots)
 
 
+def test_the_head_is_kept_by_default() -> None:
+    plan = Plan(llama(), Recipe.from_preset("W8A8"))
+    assert plan.recipe == Recipe.from_preset("W8A8", ignore=["lm_head"])
+    assert plan.recipe.for_model(llama()) is plan.recipe
+    assert "lm_head.weight" in Plan(llama(), Recipe.from_preset("W8A8", ignore=())).slots
+    named = Plan(llama(), Recipe.from_preset("W8A8", targets=["lm_head"]))
+    assert {slot.module for slot in named.slots.values()} == {"lm_head"}
+    # As in llm-compressor, and in a config.
+    groups = {"W8A8": ["Linear"]}
+    for recipe in (
+        Recipe.from_yaml("preset: W8A8\n"),
+        Recipe.from_config({"config_groups": groups}),
+    ):
+        assert "lm_head.weight" in Plan(llama(), recipe).slots
+
+
+@pytest.mark.parametrize(
+    ("module", "ignored"),
+    [
+        (nn.Sequential(nn.Linear(2, 2)), []),
+        (nn.ModuleDict({"body": nn.Linear(2, 2), "lm_head": nn.Linear(2, 2)}), ["lm_head"]),
+    ],
+)
+def test_heads_of_other_modules_go_by_their_name(module: nn.Module, ignored: list[str]) -> None:
+    assert Recipe.from_preset("W8A8").for_model(module).config.ignore == ignored
+
+
 def test_conv1d_is_not_linear() -> None:
-    plan = Plan(gpt2(), Recipe.from_preset("W8A8"))
+    plan = Plan(gpt2(), Recipe.from_preset("W8A8", ignore=()))
     assert {slot.module for slot in plan.slots.values()} == {"lm_head"}
     with pytest.raises(ConfigurationError, match="is a Conv1D"):
         Plan(gpt2(), Recipe.from_preset("W8A8", targets=["Conv1D"]))

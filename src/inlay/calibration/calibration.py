@@ -71,8 +71,8 @@ class Calibration:
         progress: bool | None = None,
     ) -> None:
         self._model: Callable[[], nn.Module | None] = lambda: model
-        self.recipe = recipe
         self.plan = Plan(model, recipe)
+        self.recipe = self.plan.recipe
         self.statistics = StatisticsBySlot(self.plan)
         self.data_seen = DataSeen()
         self.data_parts: tuple[DataSeen, ...] = ()  # what each rank has seen, once it is finalized

@@ -11,16 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from inlay.checkpoint.source import Source
 from inlay.checkpoint.unused import warn_of_unused
 from inlay.checkpoint.weight_files import require_shards, stored_names
 from inlay.errors import ConfigurationError
+from inlay.options import LoadKeywords
 from inlay.transformers_private import Loading, correct_tokenizer
 
 __all__ = [
+    "Place",
     "class_of",
-    "dtype_named",
+    "dtype_of",
     "empty_model",
     "find_tokenizer",
     "load_model",
@@ -30,7 +33,8 @@ __all__ = [
     "require_full_precision",
 ]
 
-_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+# A folder, or a name on the hub whose files are in the local cache; or all of a source.
+Place = str | os.PathLike[str] | Source
 # For classes that are not part of transformers, the end of the name tells the kind of head.
 _HEADS = {
     "ForCausalLM": "AutoModelForCausalLM",
@@ -40,56 +44,43 @@ _HEADS = {
 }
 
 
-def load_model(
-    path_or_name: str | os.PathLike[str],
-    *,
-    dtype: str | torch.dtype = "auto",
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    download: bool = False,
-) -> nn.Module:
+def load_model(place: Place, **options: Unpack[LoadKeywords]) -> nn.Module:
     """Load a model with its weights, in the class that its config names, ready for inference.
 
-    :param path_or_name: a folder, or a name on the hub whose files are in the local cache
-    :param dtype: dtype of the weights; by default the stored one
-    :param trust_remote_code: run code that comes with the model
-    :param gguf_file: a file in that folder to take the weights from
-    :param download: fetch missing files from the hub
+    :param place: a folder, or a name on the hub whose files are in the local cache
+    :param options: the fields of `LoadOptions`
     """
-    source = Source.of(path_or_name, trust_remote_code, gguf_file, download)
-    chosen = dtype_named(dtype)
+    source = Source.of(place, **options)
     config = source.config()
     require_full_precision(config, source.place)
-    in_cache = source.is_folder or not download
-    if gguf_file is None and in_cache:
+    in_cache = source.is_folder or not source.download
+    if source.gguf_file is None and in_cache:
         require_shards(source.folder())
     source.require_safetensors()
-    cls, options = class_of(config, source)
-    options.update({"use_safetensors": True} if gguf_file is None else _unpacked())
+    cls, own = class_of(config, source)
+    own.update({"use_safetensors": True} if source.gguf_file is None else _unpacked())
     model, found = source.read(
         lambda: cls.from_pretrained(
-            source.place, dtype=chosen, output_loading_info=True, **source.options, **options
+            source.place,
+            dtype=dtype_of(source),
+            output_loading_info=True,
+            **source.options,
+            **own,
         )
     )
     require_all_weights(model, found["missing_keys"], source)
     assert isinstance(model, nn.Module)
-    if gguf_file is None:
+    if source.gguf_file is None:
         folder = source.folder()
         warn_of_unused(model, folder, stored_names(folder), Loading.of(model))
     return model.eval()
 
 
-def load_tokenizer(
-    path_or_name: str | os.PathLike[str],
-    *,
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    download: bool = False,
-) -> Any:
-    """Load the tokenizer that belongs to a model; the parameters are those of `load_model`."""
+def load_tokenizer(place: Place, **options: Unpack[LoadKeywords]) -> Any:
+    """Load the tokenizer that belongs to a model. The parameters are those of `load_model`."""
     from transformers import AutoTokenizer
 
-    source = Source.of(path_or_name, trust_remote_code, gguf_file, download)
+    source = Source.of(place, **options)
     if not source.may_have_tokenizer():
         raise ConfigurationError(
             f"{source.place} has no tokenizer; save the one that belongs to the model there with "
@@ -97,58 +88,48 @@ def load_tokenizer(
         )
     tokenizer = source.read(
         lambda: AutoTokenizer.from_pretrained(
-            source.place, trust_remote_code=trust_remote_code, **source.options
+            source.place, trust_remote_code=source.trust_remote_code, **source.options
         )
     )
-    if gguf_file is not None:
+    if source.gguf_file is not None:
         correct_tokenizer(tokenizer, source.config())
     return tokenizer
 
 
-def find_tokenizer(path_or_name: str | os.PathLike[str], **source: Any) -> Any | None:
-    """Load the tokenizer of a model if it has one that loads, for whoever can do without.
-
-    :param source: the other parameters of `load_tokenizer`
-    """
-    if not Source.of(path_or_name, **source).may_have_tokenizer():
+def find_tokenizer(place: Place, **options: Unpack[LoadKeywords]) -> Any | None:
+    """Load the tokenizer of a model if it has one that loads. Warn if it has one that does not."""
+    source = Source.of(place, **options)
+    if not source.may_have_tokenizer():
         return None
     try:
-        return load_tokenizer(path_or_name, **source)
+        return load_tokenizer(source)
     except ConfigurationError as error:
         warnings.warn(f"continuing without a tokenizer: {error}", stacklevel=2)
         return None
 
 
-def empty_model(
-    path_or_name: str | os.PathLike[str],
-    *,
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    download: bool = False,
-) -> nn.Module:
+def empty_model(place: Place, **options: Unpack[LoadKeywords]) -> nn.Module:
     """Build a model without its weights, on the meta device, from its config alone."""
-    source = Source.of(path_or_name, trust_remote_code, gguf_file, download)
+    source = Source.of(place, **options)
     config = source.config()
-    cls, options = class_of(config, source)
+    cls, own = class_of(config, source)
     with torch.device("meta"):
-        model = cls.from_config(config, **options) if options else cls(config)
+        model = cls.from_config(config, **own) if own else cls(config)
     assert isinstance(model, nn.Module)
     return model.eval()
 
 
 def random_model(
-    path_or_name: str | os.PathLike[str],
+    place: Place,
     *,
     layers: int | None = None,
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    download: bool = False,
+    **options: Unpack[LoadKeywords],
 ) -> nn.Module:
     """Build a model with random weights, the same every time, from its config alone.
 
     :param layers: how many of its layers to build at most; None for all of them
     """
-    source = Source.of(path_or_name, trust_remote_code, gguf_file, download)
+    source = Source.of(place, **options)
     config = source.config()
     depth = getattr(config, "num_hidden_layers", None)
     if layers is not None and isinstance(depth, int) and depth > layers:
@@ -156,10 +137,10 @@ def random_model(
         kinds = getattr(config, "layer_types", None)
         if isinstance(kinds, list):  # one for each layer
             config.layer_types = kinds[:layers]
-    cls, options = class_of(config, source)
+    cls, own = class_of(config, source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = cls.from_config(config, **options) if options else cls(config)
+        model = cls.from_config(config, **own) if own else cls(config)
     assert isinstance(model, nn.Module)
     return model.eval()
 
@@ -180,15 +161,11 @@ def class_of(config: Any, source: Source) -> tuple[Any, dict[str, Any]]:
     return getattr(transformers, head), {"trust_remote_code": source.trust_remote_code}
 
 
-def dtype_named(dtype: str | torch.dtype) -> str | torch.dtype:
-    """Return the dtype of that name; "auto" stays as it is."""
-    if dtype == "auto" or isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in _DTYPES:
-        raise ConfigurationError(
-            f"there is no dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}"
-        )
-    found = _DTYPES[dtype]
+def dtype_of(source: Source) -> str | torch.dtype:
+    """Return the dtype to load weights in; "auto" stays as it is."""
+    if not isinstance(source.dtype, str) or source.dtype == "auto":
+        return source.dtype
+    found = getattr(torch, source.dtype)
     assert isinstance(found, torch.dtype)
     return found
 

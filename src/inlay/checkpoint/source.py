@@ -2,14 +2,18 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError
 
 from inlay.errors import ConfigurationError, InlayError
+from inlay.options import DTYPES, LoadKeywords, LoadOptions
 from inlay.transformers_private import asks_for_trust, gist
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Source"]
 
@@ -18,44 +22,50 @@ _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """The place of a model, and what may be done to load it."""
+class Source(LoadOptions):
+    """The place of a model, and what may be done to load it.
+
+    :param place: a folder, or a name on the hub whose files are in the local cache
+    """
 
     place: str
-    is_folder: bool
-    trust_remote_code: bool
-    gguf_file: str | None
-    download: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtype, str) and self.dtype not in DTYPES:
+            raise ConfigurationError(
+                f"there is no dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}"
+            )
+        if os.path.isfile(self.place):
+            raise ConfigurationError(
+                f"{self.place} is a file; give its folder, and for weights in GGUF also the name "
+                "of the file (--gguf-file)"
+            )
+        if not self.is_folder and _looks_like_a_path(self.place):
+            raise ConfigurationError(f"there is no folder {self.place}")
+        gguf = None if self.gguf_file is None else Path(self.place, self.gguf_file)
+        if self.is_folder and gguf is not None and not gguf.is_file():
+            raise ConfigurationError(f"there is no file {self.gguf_file} in {self.place}")
 
     @classmethod
     def of(
-        cls,
-        path_or_name: str | os.PathLike[str],
-        trust_remote_code: bool = False,
-        gguf_file: str | None = None,
-        download: bool = False,
+        cls, path_or_name: "str | os.PathLike[str] | Source", **options: "Unpack[LoadKeywords]"
     ) -> "Source":
-        place = os.path.expanduser(os.fspath(path_or_name))
-        is_folder = os.path.isdir(place)
-        if os.path.isfile(place):
-            raise ConfigurationError(
-                f"{place} is a file; give its folder, and for weights in GGUF also the name of the "
-                "file (--gguf-file)"
-            )
-        if not is_folder and _looks_like_a_path(place):
-            raise ConfigurationError(f"there is no folder {place}")
-        if is_folder and gguf_file is not None and not Path(place, gguf_file).is_file():
-            raise ConfigurationError(f"there is no file {gguf_file} in {place}")
-        return cls(
-            place=place,
-            is_folder=is_folder,
-            trust_remote_code=trust_remote_code,
-            gguf_file=gguf_file,
-            download=download,
-        )
+        """Return the source of a model by its folder or its name on the hub.
+
+        :param path_or_name: or a source, which is returned as it is
+        """
+        if isinstance(path_or_name, Source):
+            return replace(path_or_name, **options)
+        return cls(place=os.path.expanduser(os.fspath(path_or_name)), **options)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the place is a folder, not a name on the hub."""
+        return os.path.isdir(self.place)
 
     @property
     def options(self) -> dict[str, Any]:
+        """The options of `from_pretrained` that allow downloads and name the file."""
         options: dict[str, Any] = {"local_files_only": not self.download}
         return options if self.gguf_file is None else {**options, "gguf_file": self.gguf_file}
 
@@ -93,6 +103,14 @@ class Source:
             + (f", only {', '.join(others)}" if others else "")
             + "; save it with save_pretrained, or name a GGUF file with --gguf-file"
         )
+
+    def require_streamable(self) -> None:
+        """Refuse weights that cannot be read block by block."""
+        if self.gguf_file is not None:
+            raise ConfigurationError(
+                f"weights are streamed from safetensors, and {self.gguf_file} is GGUF. Load the "
+                "model and save it with save_pretrained, or calibrate in memory (without --stream)"
+            )
 
     def folder(self, *, download: bool = False) -> Path:
         """Return the folder of the files; for a name on the hub, that in the cache."""

@@ -1,17 +1,18 @@
 """A model whose weights stay on disk, and come into memory by name, a part at a time."""
 
 import contextlib
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from inlay.checkpoint.loading import (
+    Place,
     class_of,
-    dtype_named,
+    dtype_of,
     require_all_weights,
     require_full_precision,
 )
@@ -20,6 +21,7 @@ from inlay.checkpoint.unused import warn_of_unused
 from inlay.checkpoint.weight_files import WeightFiles
 from inlay.errors import CheckpointError
 from inlay.fingerprints import fingerprints, weights_in
+from inlay.options import LoadKeywords
 from inlay.transformers_private import Loading, Mismatch, model_without_data, tied_names
 
 __all__ = ["StoredModel"]
@@ -55,27 +57,20 @@ class StoredModel:
         self._read(persistent, mapped=False)  # buffers: small, and needed in several places
 
     @classmethod
-    def open(
-        cls,
-        path_or_name: str | os.PathLike[str],
-        *,
-        dtype: str | torch.dtype = "auto",
-        trust_remote_code: bool = False,
-        download: bool = False,
-    ) -> "StoredModel":
+    def open(cls, place: Place, **options: Unpack[LoadKeywords]) -> "StoredModel":
         """Find the files of a model and build it without weights; read headers alone.
 
-        :param path_or_name: a folder, or a name on the hub whose files are in the local cache
-        :param dtype: dtype of the weights; by default the stored one
+        :param place: a folder, or a name on the hub whose files are in the local cache
+        :param options: the fields of `LoadOptions`
         :raises CheckpointError: if a file is missing, damaged, or not of this model
         """
-        source = Source.of(path_or_name, trust_remote_code, None, download)
-        chosen = dtype_named(dtype)
+        source = Source.of(place, **options)
+        source.require_streamable()
         config = source.config()
         require_full_precision(config, source.place)
         source.require_safetensors()
         files = WeightFiles(source.folder(download=source.download))
-        model, loading = source.read(lambda: _built(config, source, files, chosen))
+        model, loading = source.read(lambda: _built(config, source, files))
         return cls(model, files, loading, source)
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
@@ -183,16 +178,14 @@ class _Unread:
         return tensor if self._mapped else tensor.clone()
 
 
-def _built(
-    config: Any, source: Source, files: WeightFiles, dtype: str | torch.dtype
-) -> tuple[nn.Module, Loading]:
+def _built(config: Any, source: Source, files: WeightFiles) -> tuple[nn.Module, Loading]:
     """Do what `from_pretrained` does, with tensors that have no data."""
     cls, options = class_of(config, source)
     if options:  # an Auto… class, which knows its models when it has built one
         with torch.device("meta"):
             cls = type(cls.from_config(config, **options))
     state = {name: stored.without_data() for name, stored in files.tensors.items()}
-    model, loading, mismatches, missing = model_without_data(cls, config, state, dtype)
+    model, loading, mismatches, missing = model_without_data(cls, config, state, dtype_of(source))
     _require_fitting(mismatches, files)
     require_all_weights(model, missing, source)
     model.config.name_or_path = source.place

@@ -1,5 +1,6 @@
 """Arguments and options that commands share, with their help."""
 
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,39 +9,21 @@ import typer
 
 __all__ = [
     "DATA",
-    "LOADING",
     "QUANTIZATION",
     "SAVING",
     "STREAMING",
-    "Accept",
-    "Accepted",
     "Debug",
-    "Download",
-    "Dtype",
-    "DtypeOption",
-    "Equalize",
     "ExpertTokens",
-    "ExpertsOption",
-    "GgufFile",
-    "Gptq",
-    "Ignore",
     "KeepHessians",
     "KvCache",
-    "KvCacheOption",
     "MethodName",
     "MethodOption",
     "Model",
     "NoComparison",
-    "NoReport",
     "ObserverFile",
-    "ObserverOption",
-    "OffloadActivations",
     "Out",
-    "Overwrite",
     "Quiet",
-    "RecipeFile",
-    "RemoteCode",
-    "Scheme",
+    "RecipeOptions",
     "Stream",
     "file_option",
 ]
@@ -49,18 +32,8 @@ __all__ = [
 # Headings of the panels in the help.
 QUANTIZATION = "What to quantize"
 DATA = "Data"
-LOADING = "Loading the model"
 SAVING = "Writing the result"
 STREAMING = "When it does not fit into memory"
-
-
-class Dtype(str, Enum):
-    """Dtypes that weights can be loaded in."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 class KvCache(str, Enum):
@@ -86,17 +59,6 @@ class MethodName(str, Enum):
     PLAIN = "plain"
 
 
-class Accepted(str, Enum):
-    """Problems that are refused unless the user accepts them."""
-
-    UNOBSERVED = "unobserved"
-    NOT_FINITE = "not_finite"
-    FEW_TOKENS = "few_tokens"
-    UNFUSED = "unfused"
-    OTHER_WEIGHTS = "other_weights"
-    MISTRACED = "mistraced"
-
-
 def file_option(name: str, *, help: str, panel: str) -> Any:
     """Return an option for a file that must exist."""
     return typer.Option(
@@ -115,61 +77,12 @@ Model = Annotated[
         metavar="MODEL", help="Folder of a model or its name on the hub.", show_default=False
     ),
 ]
-Scheme = Annotated[
-    str | None,
-    typer.Option(
-        help="Preset that says what to quantize, see [b]inlay schemes[/b].",
-        show_default=False,
-        rich_help_panel=QUANTIZATION,
-    ),
-]
-RecipeFile = Annotated[
-    Path | None,
-    file_option("--recipe", help="YAML file that says what to quantize.", panel=QUANTIZATION),
-]
-ObserverOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PART=NAME[:KEY=VALUE,…]",
-        help="Observer for weights, input, output or kv-cache, see [b]inlay observers[/b].",
-        show_default=False,
-        rich_help_panel=QUANTIZATION,
-    ),
-]
 ObserverFile = Annotated[
     Path | None,
     file_option(
         "--observer-file",
         help="Python file that registers observers; it is executed.",
         panel=QUANTIZATION,
-    ),
-]
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Module to leave in full precision: its name or re:PATTERN. The head of a language "
-        "model always is, unless this is [b]none[/b].",
-        show_default=False,
-        rich_help_panel=QUANTIZATION,
-    ),
-]
-Equalize = Annotated[
-    str | None,
-    typer.Option(
-        metavar="STRENGTH",
-        help="Move the size of outlier channels from inputs into weights: a number from 0 to 1, or "
-        "[b]auto[/b].",
-        show_default=False,
-        rich_help_panel=QUANTIZATION,
-    ),
-]
-Gptq = Annotated[
-    bool,
-    typer.Option(
-        "--gptq",
-        help="Round weights by GPTQ, which lets later columns compensate the error of earlier "
-        "ones. Needs data.",
-        rich_help_panel=QUANTIZATION,
     ),
 ]
 MethodOption = Annotated[
@@ -191,65 +104,11 @@ KeepHessians = Annotated[
         rich_help_panel=SAVING,
     ),
 ]
-ExpertsOption = Annotated[
-    ExpertTokens | None,
-    typer.Option(
-        help="Whose tokens the scales of an expert's inputs rest on: those that are [b]routed[/b] "
-        "to it; the same, but those of its layer where these are few ([b]fill[/b]); always those "
-        "of its [b]layer[/b]; or [b]all[/b], sent through every expert.",
-        show_default="routed",
-        rich_help_panel=QUANTIZATION,
-    ),
-]
-KvCacheOption = Annotated[
-    KvCache | None,
-    typer.Option(
-        help="Also quantize keys and values of attention.",
-        show_default=False,
-        rich_help_panel=QUANTIZATION,
-    ),
-]
-DtypeOption = Annotated[
-    Dtype, typer.Option(help="Dtype to load the weights in.", rich_help_panel=LOADING)
-]
-Download = Annotated[
-    bool,
-    typer.Option("--download", help="Fetch missing files from the hub.", rich_help_panel=LOADING),
-]
-RemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code", help="Run code that comes with the model.", rich_help_panel=LOADING
-    ),
-]
-GgufFile = Annotated[
-    str | None,
-    typer.Option(
-        help="GGUF file in the model's folder to take the weights from.",
-        show_default=False,
-        rich_help_panel=LOADING,
-    ),
-]
 Out = Annotated[
     Path,
     typer.Option(
         help="Folder to write.", file_okay=False, show_default=False, rich_help_panel=SAVING
     ),
-]
-Accept = Annotated[
-    list[Accepted] | None,
-    typer.Option(
-        help="Accept this problem instead of refusing to go on.",
-        show_default=False,
-        rich_help_panel=SAVING,
-    ),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace a folder that is not empty.", rich_help_panel=SAVING),
-]
-NoReport = Annotated[
-    bool, typer.Option("--no-report", help="Write no report.", rich_help_panel=SAVING)
 ]
 NoComparison = Annotated[
     bool,
@@ -267,13 +126,80 @@ Stream = Annotated[
         rich_help_panel=STREAMING,
     ),
 ]
-OffloadActivations = Annotated[
-    bool,
-    typer.Option(
-        "--offload-activations",
-        help="Keep what flows between blocks on disk alone.",
-        rich_help_panel=STREAMING,
-    ),
-]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """What to quantize and how, as it is typed."""
+
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="Preset that says what to quantize, see [b]inlay schemes[/b].",
+            show_default=False,
+            rich_help_panel=QUANTIZATION,
+        ),
+    ] = None
+    recipe: Annotated[
+        Path | None,
+        file_option("--recipe", help="YAML file that says what to quantize.", panel=QUANTIZATION),
+    ] = None
+    observer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART=NAME[:KEY=VALUE,…]",
+            help="Observer for weights, input, output or kv-cache, see [b]inlay observers[/b].",
+            show_default=False,
+            rich_help_panel=QUANTIZATION,
+        ),
+    ] = None
+    observer_file: ObserverFile = None
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Module to leave in full precision: its name or re:PATTERN. The head of a "
+            "language model always is, unless this is [b]none[/b].",
+            show_default=False,
+            rich_help_panel=QUANTIZATION,
+        ),
+    ] = None
+    kv_cache: Annotated[
+        KvCache | None,
+        typer.Option(
+            help="Also quantize keys and values of attention.",
+            show_default=False,
+            rich_help_panel=QUANTIZATION,
+        ),
+    ] = None
+    equalize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STRENGTH",
+            help="Move the size of outlier channels from inputs into weights: a number from 0 to "
+            "1, or [b]auto[/b].",
+            show_default=False,
+            rich_help_panel=QUANTIZATION,
+        ),
+    ] = None
+    experts: Annotated[
+        ExpertTokens | None,
+        typer.Option(
+            help="Whose tokens the scales of an expert's inputs rest on: those that are "
+            "[b]routed[/b] to it; the same, but those of its layer where these are few "
+            "([b]fill[/b]); always those of its [b]layer[/b]; or [b]all[/b], sent through every "
+            "expert.",
+            show_default="routed",
+            rich_help_panel=QUANTIZATION,
+        ),
+    ] = None
+    gptq: Annotated[
+        bool,
+        typer.Option(
+            "--gptq",
+            help="Round weights by GPTQ, which lets later columns compensate the error of earlier "
+            "ones. Needs data.",
+            rich_help_panel=QUANTIZATION,
+        ),
+    ] = False

@@ -6,25 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from inlay.cli.app import app
-from inlay.cli.arguments import (
-    Download,
-    Dtype,
-    DtypeOption,
-    Equalize,
-    GgufFile,
-    Ignore,
-    KvCacheOption,
-    Model,
-    ObserverFile,
-    ObserverOption,
-    RecipeFile,
-    RemoteCode,
-    Scheme,
-)
+from inlay.cli.arguments import Model, RecipeOptions
 from inlay.cli.commands import source_of
+from inlay.cli.flags import Without, with_flags
 from inlay.cli.recipes import wanted_of
 from inlay.cli.terminal import calm_transformers, console, reported
 from inlay.errors import ConfigurationError
+from inlay.options import LoadOptions
 
 __all__ = ["check", "run"]
 
@@ -33,37 +21,28 @@ _ROWS, _TOKENS = 2, (16, 24)  # of the batches: two lengths, as lengths vary in 
 
 @app.command()
 @reported
+@with_flags
 def check(
     model: Model,
-    scheme: Scheme = None,
-    recipe: RecipeFile = None,
-    observer: ObserverOption = None,
-    observer_file: ObserverFile = None,
-    ignore: Ignore = None,
-    kv_cache: KvCacheOption = None,
-    equalize: Equalize = None,
+    recipe_options: RecipeOptions,
+    load_options: Annotated[LoadOptions, Without("dtype")],
     layers: Annotated[
         int, typer.Option(min=1, help="How many layers of the model to build at most.")
     ] = 2,
     compiler: Annotated[str, typer.Option(help="Backend of torch.compile to check.")] = "eager",
-    gguf_file: GgufFile = None,
-    download: Download = False,
-    trust_remote_code: RemoteCode = False,
 ) -> None:
     """Check that Inlay gets a model right, on random weights. Reads only its config.
 
     Example: [b]inlay check ./SmolLM2 --scheme W8A8_STATIC[/b]
     """
-    source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(
-        scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts=None
-    )
+    source = source_of(model, load_options)
+    wanted = wanted_of(recipe_options)
     wanted.require_recipe()
     from inlay.checking import check_calibration
     from inlay.checkpoint.loading import random_model
 
     calm_transformers(quiet=True)
-    built = random_model(model, layers=layers, **source)
+    built = random_model(source, layers=layers)
     found = check_calibration(
         built,
         wanted.recipe_for(built),
@@ -81,32 +60,31 @@ def check(
 
 @app.command()
 @reported
+@with_flags
 def run(
     model: Model,
+    load_options: Annotated[LoadOptions, Without("gguf_file")],
     text: Annotated[
         list[str],
         typer.Option("--text", help="What to continue or embed; may be repeated."),
     ],
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
-    dtype: DtypeOption = Dtype.AUTO,
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile first; pays for many tokens.")
     ] = False,
-    download: Download = False,
-    trust_remote_code: RemoteCode = False,
 ) -> None:
     """Run a quantized checkpoint: continue texts, or print their embeddings as JSON.
 
     Example: [b]inlay run ./SmolLM2-W8A8 --text "Once upon a time"[/b]
     """
+    source = source_of(model, load_options)
     calm_transformers(quiet=True)
     from inlay.checkpoint.loading import load_tokenizer
     from inlay.serving.loading import load
     from inlay.serving.using import continued, embedded
 
-    source: dict[str, Any] = {"trust_remote_code": trust_remote_code, "download": download}
-    loaded: Any = load(model, dtype=dtype.value, compile=compiled, **source)
-    tokenizer = load_tokenizer(model, **source)
+    loaded: Any = load(source, compile=compiled)
+    tokenizer = load_tokenizer(source)
     if loaded.can_generate():
         results = continued(loaded, tokenizer, text, tokens=tokens)
     else:

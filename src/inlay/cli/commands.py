@@ -2,8 +2,9 @@
 
 import functools
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,64 +12,43 @@ from inlay.checkpoint.source import Source
 from inlay.cli.app import app
 from inlay.cli.arguments import (
     DATA,
-    LOADING,
-    Accept,
-    Accepted,
-    Download,
-    Dtype,
-    DtypeOption,
-    Equalize,
-    ExpertsOption,
-    GgufFile,
-    Gptq,
-    Ignore,
     KeepHessians,
-    KvCacheOption,
     MethodName,
     MethodOption,
     Model,
     NoComparison,
-    NoReport,
-    ObserverFile,
-    ObserverOption,
-    OffloadActivations,
     Out,
-    Overwrite,
     Quiet,
-    RecipeFile,
-    RemoteCode,
-    Scheme,
+    RecipeOptions,
     Stream,
     file_option,
 )
+from inlay.cli.flags import Only, Without, with_flags
 from inlay.cli.outcome import interrupted, show_result
-from inlay.cli.recipes import wanted_of
+from inlay.cli.recipes import Wanted, wanted_of
 from inlay.cli.terminal import calm_transformers, console, reported, reported_by_all
+from inlay.data.rows import read_rows
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
+from inlay.options import LoadOptions, Options, StreamOptions, WriteOptions, keywords_of
 from inlay.ranks.identity import is_first
 
 if TYPE_CHECKING:
-    pass
+    from inlay.engine.run import Run
+    from inlay.engine.stream import Streamed
 
 __all__ = ["calibrate", "explain", "merge", "requantize", "source_of"]
 
 
 @app.command()
 @reported_by_all
+@with_flags
 def calibrate(
     model: Model,
-    *,
-    scheme: Scheme = None,
-    recipe: RecipeFile = None,
-    observer: ObserverOption = None,
-    observer_file: ObserverFile = None,
-    ignore: Ignore = None,
-    kv_cache: KvCacheOption = None,
-    equalize: Equalize = None,
-    experts: ExpertsOption = None,
-    gptq: Gptq = False,
-    method: MethodOption = MethodName.BEST,
+    recipe_options: RecipeOptions,
+    options: StreamOptions,
+    load_options: LoadOptions,
+    out: Out,
     data: Annotated[
         Path | None,
         file_option(
@@ -78,46 +58,10 @@ def calibrate(
             panel=DATA,
         ),
     ] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="How many texts to calibrate on.", rich_help_panel=DATA)
-    ] = 512,
-    max_length: Annotated[
-        int, typer.Option(min=1, help="Cut texts after this many tokens.", rich_help_panel=DATA)
-    ] = 2048,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Texts per batch.", rich_help_panel=DATA)
-    ] = 1,
-    count_padding: Annotated[
-        bool,
-        typer.Option(
-            "--count-padding", help="Observe padding like any other token.", rich_help_panel=DATA
-        ),
-    ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Continue where an interrupted run stopped.", rich_help_panel=DATA
-        ),
-    ] = False,
-    stream: Stream = False,
-    offload_activations: OffloadActivations = False,
-    no_comparison: NoComparison = False,
+    method: MethodOption = MethodName.BEST,
     keep_hessians: KeepHessians = False,
-    out: Out,
-    accept: Accept = None,
-    compiler: Annotated[
-        str,
-        typer.Option(
-            help="Backend of torch.compile, or [b]auto[/b]: eager, or compiled if the data "
-            "is estimated to repay that."
-        ),
-    ] = "auto",
-    dtype: DtypeOption = Dtype.AUTO,
-    gguf_file: GgufFile = None,
-    download: Download = False,
-    trust_remote_code: RemoteCode = False,
-    overwrite: Overwrite = False,
-    no_report: NoReport = False,
+    no_comparison: NoComparison = False,
+    stream: Stream = False,
     quiet: Quiet = False,
 ) -> None:
     """Calibrate a model on text and write the quantized checkpoint.
@@ -125,107 +69,102 @@ def calibrate(
     Example: [b]inlay calibrate ./SmolLM2 --scheme W8A8 --data chats.jsonl --out SmolLM2-W8A8[/b]
     """
     _require_apart(out, model)
-    require_room(out, overwrite=overwrite)
-    source = source_of(model, gguf_file, download, trust_remote_code)
+    require_room(out, overwrite=options.overwrite)
+    source = source_of(model, load_options)
+    if options.offload_activations and not stream:
+        raise typer.BadParameter("needs --stream", param_hint="--offload-activations")
+    if stream:
+        source.require_streamable()
     wanted = wanted_of(
-        scheme,
-        recipe,
-        observer,
-        observer_file,
-        ignore,
-        kv_cache,
-        equalize,
-        experts,
-        gptq,
-        keep_hessians,
+        recipe_options,
+        keep_hessians=keep_hessians,
         method=method.value,
         has_data=data is not None,
     )
-    from inlay.data.tokenize import read_rows
-
+    if no_comparison:
+        options = replace(options, held_out=0)
+    options = replace(options, progress=False if quiet else None)
     # Refuse data that cannot be read before loading the library and the model.
     first_row = None if data is None else next(read_rows(data), None)
     wanted.require_recipe()
-    settings: dict[str, Any] = {
-        "max_length": max_length,
-        "samples": samples,
-        "batch_size": batch_size,
-        "count_padding": count_padding,
-        "compiler": compiler,
-        "accept": _names(accept),
-        "resume": resume,
-        "progress": False if quiet else None,
-    }
-    if no_comparison:
-        settings["held_out"] = 0
     calm_transformers(quiet)
     if stream:
-        from inlay.cli.streaming import run_streamed
+        run: Run | Streamed = _streamed(source, wanted, data, out, options)
+    else:
+        # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
+        is_text = first_row is not None and first_row.kind != "input_ids"
+        run = _in_memory(source, wanted, data, is_text, out, options)
+    if is_first() and not quiet:
+        show_result(run, out)
 
-        settings |= {"offload_activations": offload_activations, "overwrite": overwrite}
-        settings |= {"report": not no_report, "out": out}
-        run_streamed(model, wanted, data, dtype.value, source, settings, quiet=quiet)
-        return
-    if offload_activations:
-        raise typer.BadParameter("needs --stream", param_hint="--offload-activations")
+
+def _in_memory(
+    source: Source,
+    wanted: Wanted,
+    data: Path | None,
+    is_text: bool,
+    out: Path,
+    options: StreamOptions,
+) -> "Run":
     from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
     from inlay.engine.calibrate import calibrate as calibrate_model
     from inlay.statistics.rank_files import remove_all
 
-    # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
-    is_text = first_row is not None and first_row.kind != "input_ids"
-    loaded = load_model(model, dtype=dtype.value, **source)
+    loaded = load_model(source)
     statistics = _statistics_folder(out)
     try:
         run = calibrate_model(
             loaded,
             wanted.recipe_for(loaded),
             data,
-            tokenizer=(load_tokenizer if is_text else find_tokenizer)(model, **source),
+            tokenizer=(load_tokenizer if is_text else find_tokenizer)(source),
             statistics=statistics,
-            **settings,
+            **keywords_of(options, Options),
         )
-        run.save(out, overwrite=overwrite, report=not no_report)
+        run.save(out, **keywords_of(options, WriteOptions))
     except KeyboardInterrupt:
         interrupted(statistics, "statistics")
     if is_first():
         remove_all(statistics)  # the checkpoint holds them now
-    if is_first() and not quiet:
-        show_result(run, out)
+    return run
+
+
+def _streamed(
+    source: Source, wanted: Wanted, data: Path | None, out: Path, options: StreamOptions
+) -> "Streamed":
+    from inlay.checkpoint.stored_model import StoredModel
+    from inlay.engine.stream import stream
+    from inlay.engine.streamed.journal import work_folder
+
+    stored = StoredModel.open(source)
+    try:
+        recipe = wanted.recipe_for(stored.model)
+        return stream(stored, recipe, data, out=out, **keywords_of(options, StreamOptions))
+    except KeyboardInterrupt:
+        interrupted(work_folder(out), "blocks")
 
 
 @app.command()
 @reported
+@with_flags
 def explain(
     model: Model,
-    scheme: Scheme = None,
-    recipe: RecipeFile = None,
-    observer: ObserverOption = None,
-    observer_file: ObserverFile = None,
-    ignore: Ignore = None,
-    kv_cache: KvCacheOption = None,
-    equalize: Equalize = None,
-    experts: ExpertsOption = None,
-    gptq: Gptq = False,
-    gguf_file: GgufFile = None,
-    download: Download = False,
-    trust_remote_code: RemoteCode = False,
+    recipe_options: RecipeOptions,
+    load_options: Annotated[LoadOptions, Without("dtype")],
 ) -> None:
     """Show what would be quantized and observed. Reads only the config of the model.
 
     Example: [b]inlay explain ./SmolLM2 --scheme FP8 --kv-cache fp8[/b]
     """
-    source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(
-        scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts, gptq
-    )
+    source = source_of(model, load_options)
+    wanted = wanted_of(recipe_options)
     wanted.require_recipe()
     from inlay.checkpoint.loading import empty_model
     from inlay.cli.tree import tree_of
     from inlay.recipe import Plan
 
     calm_transformers(quiet=True)
-    empty = empty_model(model, **source)
+    empty = empty_model(source)
     plan = Plan(empty, wanted.recipe_for(empty))
     screen = console()
     screen.print(tree_of(plan, type(empty).__name__))
@@ -252,6 +191,7 @@ def explain(
 
 @app.command()
 @reported_by_all
+@with_flags
 def requantize(
     statistics: Annotated[
         Path,
@@ -262,28 +202,17 @@ def requantize(
             show_default=False,
         ),
     ],
-    *,
     model: Annotated[
         str,
-        typer.Option(help="Model that the statistics were gathered from.", rich_help_panel=LOADING),
+        typer.Option(
+            help="Model that the statistics were gathered from.",
+            rich_help_panel="Loading the model",
+        ),
     ],
-    scheme: Scheme = None,
-    recipe: RecipeFile = None,
-    observer: ObserverOption = None,
-    observer_file: ObserverFile = None,
-    ignore: Ignore = None,
-    kv_cache: KvCacheOption = None,
-    equalize: Equalize = None,
-    experts: ExpertsOption = None,
-    gptq: Gptq = False,
+    recipe_options: RecipeOptions,
+    options: Annotated[StreamOptions, Only("accept", "overwrite", "max_shard_size", "report")],
+    load_options: LoadOptions,
     out: Out,
-    accept: Accept = None,
-    dtype: DtypeOption = Dtype.AUTO,
-    gguf_file: GgufFile = None,
-    download: Download = False,
-    trust_remote_code: RemoteCode = False,
-    overwrite: Overwrite = False,
-    no_report: NoReport = False,
     quiet: Quiet = False,
 ) -> None:
     """Write another checkpoint from saved statistics, without running the model.
@@ -292,11 +221,9 @@ def requantize(
     --observer input=histogram:method=entropy --model ./SmolLM2 --out SmolLM2-entropy[/b]
     """
     _require_apart(out, model, statistics)
-    require_room(out, overwrite=overwrite)
-    source = source_of(model, gguf_file, download, trust_remote_code)
-    wanted = wanted_of(
-        scheme, recipe, observer, observer_file, ignore, kv_cache, equalize, experts, gptq
-    )
+    require_room(out, overwrite=options.overwrite)
+    source = source_of(model, load_options)
+    wanted = wanted_of(recipe_options)
     wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.engine.calibrate import requantize as requantize_model
@@ -304,16 +231,16 @@ def requantize(
 
     calm_transformers(quiet)
     stored = StoredStatistics.load(statistics)
-    loaded = load_model(model, dtype=dtype.value, **source)
+    loaded = load_model(source)
     run = requantize_model(
         loaded,
         wanted.recipe_for(loaded),
         stored,
-        tokenizer=find_tokenizer(model, **source),
-        accept=_names(accept),
+        tokenizer=find_tokenizer(source),
+        accept=options.accept,
         progress=False if quiet else None,
     )
-    run.save(out, overwrite=overwrite, report=not no_report)
+    run.save(out, **keywords_of(options, WriteOptions))
     if is_first() and not quiet:
         show_result(run, out)
 
@@ -349,17 +276,11 @@ def merge(
     typer.echo(out)
 
 
-def source_of(
-    model: str, gguf_file: str | None, download: bool, trust_remote_code: bool
-) -> dict[str, Any]:
-    """Collect the options about loading, for the functions that load; refuse a missing folder."""
-    options: dict[str, Any] = {
-        "gguf_file": gguf_file,
-        "download": download,
-        "trust_remote_code": trust_remote_code,
-    }
-    Source.of(model, **options).require_config()
-    return options
+def source_of(model: str, options: LoadOptions) -> Source:
+    """Return the source of a model; refuse a missing folder."""
+    source = Source(place=os.path.expanduser(model), **keywords_of(options, LoadOptions))
+    source.require_config()
+    return source
 
 
 def _require_apart(out: Path, *sources: str | Path) -> None:
@@ -373,7 +294,3 @@ def _statistics_folder(out: Path) -> Path:
     """Return the folder beside `out` that keeps the statistics while a run goes on."""
     place = Path(os.path.abspath(out)) if out.name in ("", "..") else out
     return place.with_name(f"{place.name}.statistics")
-
-
-def _names(accept: list[Accepted] | None) -> tuple[str, ...]:
-    return tuple(problem.value for problem in accept or ())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
     from torch import nn
 
-    from inlay.cli.arguments import ExpertTokens, KvCache
+    from inlay.cli.arguments import RecipeOptions
     from inlay.compensation.settings import GPTQ
     from inlay.recipe import Experts, Recipe, Strength
 
@@ -108,9 +108,12 @@ class Wanted:
         from inlay.recipe import Recipe
 
         config = self._config()
-        ignore = [*(config.ignore or []), *self._ignored(model)]
-        config.ignore = list(dict.fromkeys(ignore))
+        ignored = [name for name in self.ignore if name != "none"]
+        config.ignore = list(dict.fromkeys([*(config.ignore or []), *ignored]))
         recipe = Recipe.from_config(config, **self._options())
+        # A recipe in a file names itself the modules to ignore.
+        keeps_head = self._start().keeps_head and "none" not in self.ignore
+        recipe = replace(recipe, keeps_head=keeps_head).for_model(model)
         if self.scheme is not None and self.method == "best":
             recipe = self._with_best_method(recipe, model)
         named = {_PARTS[choice.part] for choice in self.observers}
@@ -163,47 +166,31 @@ class Wanted:
             return Recipe.from_yaml(self.file)
         raise ConfigurationError("give either a scheme or a recipe")
 
-    def _ignored(self, model: "nn.Module") -> list[str]:
-        names = [name for name in self.ignore if name != "none"]
-        # A recipe in a file names itself the modules to ignore.
-        is_head_kept = self.scheme is not None and "none" not in self.ignore
-        return [*names, *_head(model)] if is_head_kept else names
 
+def wanted_of(options: "RecipeOptions", **given: Any) -> Wanted:
+    """Collect what the options say about quantization; it becomes a recipe with the model.
 
-def wanted_of(
-    scheme: str | None,
-    recipe: Path | None,
-    observers: list[str] | None,
-    observer_file: Path | None,
-    ignore: list[str] | None,
-    kv_cache: "KvCache | None",
-    equalize: str | None,
-    experts: "ExpertTokens | None",
-    gptq: bool = False,
-    keep_hessians: bool = False,
-    **given: Any,
-) -> Wanted:
-    """Collect what the options say about quantization; it becomes a recipe with the model."""
-    if (scheme is None) == (recipe is None):
+    :param given: the fields of `Wanted` that not every command has options for
+    """
+    if (options.scheme is None) == (options.recipe is None):
         raise typer.BadParameter("give exactly one of them", param_hint="--scheme or --recipe")
     try:
-        choices = [ObserverChoice.parse(text) for text in observers or ()]
+        choices = [ObserverChoice.parse(text) for text in options.observer or ()]
     except ConfigurationError as error:
         raise typer.BadParameter(str(error), param_hint="--observer") from error
     wanted = Wanted(
-        scheme=scheme,
-        file=recipe,
+        scheme=options.scheme,
+        file=options.recipe,
         observers=tuple(choices),
-        ignore=tuple(ignore or ()),
-        kv_cache=None if kv_cache is None else kv_cache.value,
-        equalize=_strength(equalize),
-        experts=None if experts is None else experts.value,
-        gptq=gptq,
-        keep_hessians=keep_hessians,
+        ignore=tuple(options.ignore or ()),
+        kv_cache=None if options.kv_cache is None else options.kv_cache.value,
+        equalize=_strength(options.equalize),
+        experts=None if options.experts is None else options.experts.value,
+        gptq=options.gptq,
         **given,
     )
-    if observer_file is not None:
-        run_observer_file(observer_file)
+    if options.observer_file is not None:
+        run_observer_file(options.observer_file)
     wanted.require_known_names()
     return wanted
 
@@ -212,9 +199,14 @@ def _strength(text: str | None) -> "Strength | None":
     if text is None or text == "auto":
         return text  # type: ignore[return-value]
     try:
-        return float(text)
-    except ValueError as error:
-        raise typer.BadParameter("give a number, or auto", param_hint="--equalize") from error
+        strength = float(text)
+    except ValueError:
+        strength = -1.0
+    if not 0 <= strength <= 1:
+        raise typer.BadParameter(
+            f"{text!r} is no strength; give a number from 0 to 1, or auto", param_hint="--equalize"
+        )
+    return strength
 
 
 def run_observer_file(path: Path) -> list[str]:
@@ -260,14 +252,6 @@ def _choose(config: "QuantizationConfig", choice: ObserverChoice, source: str) -
         args = getattr(owner, field_name)
         change = {"observer": choice.name, "observer_kwargs": dict(choice.settings)}
         setattr(owner, field_name, args.model_copy(update=change))
-
-
-def _head(model: "nn.Module") -> list[str]:
-    """Return the name of a language model's output layer, where errors show most."""
-    if not getattr(model, "can_generate", bool)():
-        return []
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    return [name for name, module in model.named_modules() if module is head][:1]
 
 
 def _listed(text: str) -> list[str]:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import Unpack
 
 from inlay.data.batch import Batch, main_tensor
-from inlay.data.tokenize import Row, Tokenization, read_rows, row_of
+from inlay.data.rows import Row, count_rows, read_rows, row_of
+from inlay.data.tokenize import Tokenization
 from inlay.errors import ConfigurationError
+from inlay.options import DataKeywords, DataOptions
 from inlay.ranks.division import Part
 
 __all__ = ["Batches", "batches_of"]
@@ -77,12 +80,9 @@ def batches_of(
     data: Any,
     *,
     tokenizer: Any = None,
-    max_length: int = 2048,
-    samples: int | None = None,
-    batch_size: int = 1,
-    held_out: int = 16,
     vocabulary: int | None = None,
     part: Part = _ALL,
+    **keywords: Unpack[DataKeywords],
 ) -> Batches:
     """Make batches from a file, texts, a dataset, or an iterable of batches.
 
@@ -93,19 +93,19 @@ def batches_of(
     make of the same rows. The first has all held-out ones. Ready batches are the process's own: it
     takes all that it is given, and may be given none.
 
+    If the data has fewer rows than `samples`, or `samples` is None, the last rows are held out, but
+    at most an eighth of all. None is held out if neither `samples` nor the length is known.
+
     :param data: a path to `.txt` or `.jsonl`; texts; rows with `text`, `messages` or `input_ids`,
         such as those of a dataset of Hugging Face; or batches: mappings, tuples or single tensors
     :param tokenizer: a tokenizer of transformers, for texts and messages
-    :param max_length: tokens after which a row is cut
-    :param samples: how many rows calibrate; by default all but the held-out ones. If there are
-        fewer, same as None
-    :param batch_size: rows per batch
-    :param held_out: how many rows to hold out: the ones after `samples`, else the last ones, but
-        at most an eighth. No row is held out if neither the length nor `samples` is known
     :param vocabulary: how many token ids the model knows
     :param part: the part of this process in the rows
+    :param keywords: the fields of `DataOptions`
     """
-    _require_counts(max_length=max_length, batch_size=batch_size)
+    options = DataOptions(**keywords)
+    samples, held_out = options.samples, options.held_out
+    _require_counts(max_length=options.max_length, batch_size=options.batch_size)
     _require_counts(least=0, held_out=held_out)
     if samples is not None:
         _require_counts(samples=samples)
@@ -117,12 +117,12 @@ def batches_of(
         _require_known_ids(batch, vocabulary)
         return batch
 
-    tokenization = Tokenization(tokenizer=tokenizer, max_length=max_length)
+    tokenization = Tokenization(tokenizer=tokenizer, max_length=options.max_length)
 
     def batched(items: Iterable[Any], own: Part) -> Iterator[Batch]:
         if not opened.holds_rows:
             return map(checked, items)
-        chunks = enumerate(_chunks(items, batch_size))
+        chunks = enumerate(_chunks(items, options.batch_size))
         return (checked(tokenization.batch(rows)) for place, rows in chunks if own.takes(place))
 
     if samples is None and not opened.is_finite:
@@ -136,9 +136,10 @@ def batches_of(
             can_repeat=opened.again is not None,
         )
     weight = _count_one if opened.holds_rows else _row_count
-    used, kept = _split(opened, weight, samples, held_out)
+    used, kept, is_all = _split(opened, weight, samples, held_out)
+    read = len(used) + len(kept)
     return Batches(
-        source=opened.described(len(used) + len(kept), used[0]),
+        source=opened.described(len(used), used[0], read, read if is_all else opened.total()),
         calibration=list(batched(used, part)),
         held_out=list(batched(kept, _ALL)) if part.rank == 0 else [],
         samples=sum(map(weight, used)),
@@ -157,6 +158,7 @@ class _Opened:
     is_finite: bool
     start: Iterator[Any] | None  # the first reading, from its first item on
     again: Callable[[], Iterator[Any]] | None
+    total: Callable[[], int | None]  # how many items there are, if that can be known
 
     def __iter__(self) -> Iterator[Any]:
         if self.start is not None:
@@ -168,11 +170,21 @@ class _Opened:
             )
         return self.again()
 
-    def described(self, count: int, first: Any) -> str:
-        if not self.holds_rows:
-            return f"{count} batches" if self.name == "a list" else self.name
-        noun = {"text": "texts", "messages": "chats", "input_ids": "rows of token ids"}[first.kind]
-        return f"{count} {noun}" if self.name == "a list" else f"{self.name}, {count} {noun}"
+    def described(self, used: int, first: Any, read: int, total: int | None) -> str:
+        """Describe the source, and how much of it calibrates if that is not all.
+
+        :param used: how many items calibrate
+        :param read: the same, and those that are held out
+        :param total: how many items there are; None if that is unknown
+        """
+        noun = first.nouns if isinstance(first, Row) else "batches"
+        count = f"the first {used:,}" if total is None else f"{used:,} of {total:,}"
+        if total == read:
+            count = f"{total:,}"
+        if self.name == "a list":
+            return f"{count} {noun}"
+        is_counted = self.holds_rows or total not in (None, read)
+        return f"{self.name}, {count} {noun}" if is_counted else self.name
 
 
 @dataclass(frozen=True)
@@ -188,7 +200,8 @@ class _Restartable:
 def _open(data: Any, may_be_empty: bool) -> _Opened | None:
     if isinstance(data, (str, os.PathLike)):
         rows = read_rows(data)
-        return _peeked(os.path.basename(data), rows, again=lambda: read_rows(data))
+        name = os.path.basename(data)
+        return _peeked(name, rows, again=lambda: read_rows(data), total=lambda: count_rows(data))
     if isinstance(data, torch.Tensor):
         raise ConfigurationError("data is a single tensor; pass a list of batches: [tensor]")
     if isinstance(data, Mapping):
@@ -215,7 +228,8 @@ def _open_iterable(data: Iterable[Any], may_be_empty: bool) -> _Opened | None:
         read(itertools.chain([] if first is _END else [first], start), name),
         again=(lambda: read(data, name)) if can_begin_anew else None,
         holds_rows=holds_rows,
-        is_finite=_has_length(data),
+        is_finite=_length(data) is not None,
+        total=lambda: _length(data),
     )
 
 
@@ -224,6 +238,7 @@ def _peeked(
     start: Iterator[Any],
     *,
     again: Callable[[], Iterator[Any]] | None,
+    total: Callable[[], int | None],
     holds_rows: bool = True,
     is_finite: bool = True,
 ) -> _Opened:
@@ -231,7 +246,14 @@ def _peeked(
     if first is _END:
         raise ConfigurationError(f"{name} is empty: there is nothing to calibrate on")
     start = itertools.chain([first], start)
-    return _Opened(name=name, holds_rows=holds_rows, is_finite=is_finite, start=start, again=again)
+    return _Opened(
+        name=name,
+        holds_rows=holds_rows,
+        is_finite=is_finite,
+        start=start,
+        again=again,
+        total=total,
+    )
 
 
 def _rows(records: Iterable[Any], name: str) -> Iterator[Row]:
@@ -274,18 +296,21 @@ def _as_batch(item: Any, place: str) -> Batch:
 
 def _split(
     items: Iterable[_T], weight: Callable[[_T], int], samples: int | None, held_out: int
-) -> tuple[list[_T], list[_T]]:
-    """Split items into calibration and held-out ones, without reading more than needed."""
+) -> tuple[list[_T], list[_T], bool]:
+    """Split items into calibration and held-out ones, without reading more than needed.
+
+    :return: also whether these are known to be all items
+    """
     iterator = iter(items)
     used, is_all = _take(iterator, weight, samples)
     if not is_all:
-        return used, _take(iterator, weight, held_out)[0]
+        return used, *_take(iterator, weight, held_out)
     room = min(held_out, sum(map(weight, used)) // 8)
     kept: list[_T] = []
     while used and weight(used[-1]) <= room:
         room -= weight(used[-1])
         kept.insert(0, used.pop())
-    return used, kept
+    return used, kept, True
 
 
 def _take(
@@ -345,12 +370,11 @@ def _is_row(item: Any) -> bool:
     return isinstance(item, str)
 
 
-def _has_length(data: Any) -> bool:
+def _length(data: Any) -> int | None:
     try:
-        len(data)
+        return len(data)
     except (TypeError, NotImplementedError):
-        return False
-    return True
+        return None
 
 
 def _is_dataset(data: Any) -> bool:

@@ -10,21 +10,25 @@ from inlay.data.batch import count_tokens
 from inlay.data.sources import Batches, batches_of
 from inlay.engine.run import Run
 from inlay.errors import ConfigurationError
+from inlay.options import DataOptions, keywords_of
 from inlay.ranks.division import Part
 from inlay.statistics.data_seen import DataSeen
 
 __all__ = ["describe_data", "read_batches", "require_data", "seen_with"]
 
 
-def read_batches(model: nn.Module, data: Any, **options: Any) -> Batches:
-    """Read this process's part of the data for a model; None stands for no data.
-
-    :param options: those of `batches_of`
-    """
+def read_batches(model: nn.Module, data: Any, tokenizer: Any, options: DataOptions) -> Batches:
+    """Read this process's part of the data for a model; None stands for no data."""
     part = Part.own()
     if data is None:
         return Batches(source="no data", calibration=[], held_out=[], samples=0, part=part)
-    return batches_of(data, vocabulary=_vocabulary(model), part=part, **options)
+    return batches_of(
+        data,
+        tokenizer=tokenizer,
+        vocabulary=_vocabulary(model),
+        part=part,
+        **keywords_of(options, DataOptions),
+    )
 
 
 def seen_with(run: Run, batch: Any) -> DataSeen:

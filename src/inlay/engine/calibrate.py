@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from typing_extensions import Unpack
 
 from inlay.checkpoint.loading import require_full_precision
 from inlay.engine.batches import read_batches
 from inlay.engine.in_memory import InMemory
 from inlay.engine.keeping import Keeper
 from inlay.engine.run import Run
+from inlay.options import Options, RunKeywords
 from inlay.ranks.identity import is_first
 from inlay.ranks.together import together
 from inlay.recipe import Recipe
@@ -27,16 +29,8 @@ def calibrate(
     data: Any = None,
     *,
     tokenizer: Any = None,
-    max_length: int = 2048,
-    samples: int | None = None,
-    batch_size: int = 1,
-    held_out: int = 16,
-    count_padding: bool = False,
-    compiler: str = "auto",
-    accept: Collection[str] = (),
     statistics: str | Path | None = None,
-    resume: bool = False,
-    progress: bool | None = None,
+    **keywords: Unpack[RunKeywords],
 ) -> Run:
     """Observe a model on data, then compute its scales and zero points.
 
@@ -48,44 +42,31 @@ def calibrate(
     :param data: batches, texts, a `.txt` or `.jsonl` file or a dataset; see `inlay.data`. None
         if the recipe needs no data: weights alone, or activations quantized dynamically
     :param tokenizer: a tokenizer; needed only for data that is text
-    :param max_length: tokens after which a text is cut
-    :param samples: how many rows calibrate; all if not given
-    :param held_out: how many rows after those are kept for comparing the model before and after
-    :param count_padding: count positions that the attention mask leaves out
-    :param compiler: see `Calibration`
-    :param accept: see `Calibration.finalize`
     :param statistics: a folder that keeps the statistics while the run goes on
-    :param resume: continue from the statistics in that folder
-    :param progress: draw progress bars; by default if there is a terminal
+    :param keywords: the fields of `inlay.options.Options`; `accept` as in `Calibration.finalize`
     :return: the finalized calibration, ready for `save`
     """
+    options = Options(**keywords)
+    recipe = recipe.for_model(model)
     name = model_name(model)
     require_full_precision(getattr(model, "config", None), name)
     stages = Stages()
     with stages("reading data"):
-        batches = read_batches(
-            model,
-            data,
-            tokenizer=tokenizer,
-            max_length=max_length,
-            samples=samples,
-            batch_size=batch_size,
-            held_out=held_out,
-        )
+        batches = read_batches(model, data, tokenizer, options)
     keeper = Keeper(None if statistics is None else Path(statistics), name, recipe, batches)
     run = keeper.begin(
         model,
         recipe,
-        resume,
+        options.resume,
         tokenizer=tokenizer,
         held_out=batches.held_out,
         data=batches.source,
         stages=stages,
-        compiler=compiler,
-        count_padding=count_padding,
-        progress=progress,
+        compiler=options.compiler,
+        count_padding=options.count_padding,
+        progress=options.progress,
     )
-    InMemory(run, batches, keeper, accept=accept).work()
+    InMemory(run, batches, keeper, accept=options.accept).work()
     return run
 
 

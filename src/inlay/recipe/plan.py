@@ -41,7 +41,7 @@ class Plan:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self.recipe = recipe
+        self.recipe = recipe = recipe.for_model(model)
         self.slots: dict[str, Slot] = {}
         self.weights: dict[str, Weight] = {}
         self.stacks: dict[str, Stack] = {}

@@ -11,6 +11,7 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
 )
+from torch import nn
 
 from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError
@@ -58,7 +59,8 @@ _OWN_FIELDS = (
     "targets",
     "weights",
 )
-_OPTIONS = ("equalize", "experts", "gptq")  # fields that a QuantizationConfig does not have
+# Fields that a QuantizationConfig does not have.
+_OPTIONS = ("equalize", "experts", "gptq", "keeps_head")
 _EXACT = "static_minmax"  # the observer of inputs that are equalized, if none is named
 _PARTS = {"weights": "weights", "inputs": "input_activations", "outputs": "output_activations"}
 
@@ -73,6 +75,7 @@ class Recipe:
     :param preset_observers: the parts of schemes whose observer a preset names and nobody else, so
         that statistics of another observer serve as well
     :param gptq: how the rounding errors of weights are compensated; None to round to nearest
+    :param keeps_head: whether the output layer of a language model is ignored, see `for_model`
     """
 
     config: QuantizationConfig
@@ -80,6 +83,7 @@ class Recipe:
     experts: Experts = "routed"
     preset_observers: frozenset[str] = frozenset()
     gptq: GPTQ | None = None
+    keeps_head: bool = False
 
     def __post_init__(self) -> None:
         _require_strength(self.equalize)
@@ -99,7 +103,7 @@ class Recipe:
         name: str,
         *,
         targets: Iterable[str] = ("Linear",),
-        ignore: Iterable[str] = (),
+        ignore: Iterable[str] | None = None,
         weights: Overrides | None = None,
         inputs: Overrides | None = None,
         outputs: Overrides | None = None,
@@ -112,7 +116,8 @@ class Recipe:
         """Make a recipe from a preset of compressed-tensors, or `W8A8_STATIC`, with changes.
 
         :param targets: names, class names or `re:` patterns of modules, as in compressed-tensors
-        :param ignore: targets to leave out
+        :param ignore: targets to leave out. By default that is the output layer of a language model
+            (`lm_head`), where errors show most; `()` quantizes it
         :param weights: fields of `QuantizationArgs` to change, the observer and its kwargs included
         :param inputs: the same for input activations
         :param outputs: the same for output activations, which no preset quantizes by itself
@@ -140,13 +145,14 @@ class Recipe:
             checked(
                 QuantizationConfig,
                 config_groups={"group_0": scheme},
-                ignore=names_of(ignore, "ignore"),
+                ignore=names_of(ignore or (), "ignore"),
                 kv_cache_scheme=change(None, kv_cache, "kv_cache"),
             ),
             equalize,
             experts,
             frozenset(of_preset - named),
             GPTQ.of(gptq),
+            keeps_head=ignore is None,
         )
         return recipe.with_best_method(has_data=True) if method == "best" else recipe
 
@@ -191,6 +197,19 @@ class Recipe:
         own.update({name: value for name, value in given.items() if value is not None})
         return cls(config, **{**own, "gptq": GPTQ.of(own.get("gptq"))})
 
+    def for_model(self, model: nn.Module) -> "Recipe":
+        """Return the recipe for one model, with the model's head ignored if the recipe keeps it.
+
+        A head that a target names is not kept.
+        """
+        if not self.keeps_head:
+            return self
+        config: QuantizationConfig = self.config.model_copy(deep=True)
+        named = {target for scheme in config.config_groups.values() for target in scheme.targets}
+        ignored = [*(config.ignore or []), *(name for name in _heads(model) if name not in named)]
+        config.ignore = list(dict.fromkeys(ignored))
+        return replace(self, config=config, keeps_head=False)
+
     @property
     def fields(self) -> dict[str, Any]:
         """The fields of the config, and what is set of the recipe's own, as JSON keeps them."""
@@ -204,6 +223,8 @@ class Recipe:
             own["experts"] = self.experts
         if self.gptq is not None:
             own["gptq"] = self.gptq.fields
+        if self.keeps_head:
+            own["keeps_head"] = True
         return own
 
     @classmethod
@@ -241,10 +262,21 @@ class Recipe:
             raise ConfigurationError(
                 f"{place} names no preset; add `preset:` with one of {', '.join(preset_names())}"
             )
-        settings = dict(content)
+        settings = {"ignore": (), **content}  # as llm-compressor reads it
         given = {"equalize": equalize, "experts": experts, "gptq": gptq}
         settings.update({name: value for name, value in given.items() if value is not None})
         return cls.from_preset(settings.pop("preset"), **settings)
+
+
+def _heads(model: Any) -> list[str]:
+    """Return the names of a language model's output layer."""
+    modules = dict(model.named_modules())
+    if not hasattr(model, "get_output_embeddings"):
+        return [name for name in modules if name.rpartition(".")[2] == "lm_head"]
+    if not model.can_generate():
+        return []
+    head = model.get_output_embeddings()
+    return [name for name, module in modules.items() if module is head][:1]
 
 
 def _names_observer(wanted: Overrides | None) -> bool:

@@ -1,57 +1,49 @@
 """Load a quantized checkpoint onto kernels, ready to run."""
 
 import inspect
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from compressed_tensors.compressors import decompress_module
 from torch import nn
+from typing_extensions import Unpack
 
-from inlay.checkpoint.loading import class_of, dtype_named, require_all_weights
+from inlay.checkpoint.loading import Place, class_of, dtype_of, require_all_weights
 from inlay.checkpoint.source import Source
 from inlay.errors import ConfigurationError
+from inlay.options import LoadKeywords
 from inlay.serving.layers import IntegerLinear, kernel_layer
 
 __all__ = ["compiled_in_parts", "load", "use_kernels", "weight_bytes"]
 
 
-def load(
-    path_or_name: str | os.PathLike[str],
-    *,
-    dtype: str | torch.dtype = "auto",
-    compile: bool = True,
-    trust_remote_code: bool = False,
-    download: bool = False,
-) -> nn.Module:
+def load(place: Place, *, compile: bool = True, **options: Unpack[LoadKeywords]) -> nn.Module:
     """Load a checkpoint of compressed-tensors, by Inlay or llm-compressor, to run it fast.
 
     Linear layers with int8 weights and inputs run on integer kernels and keep their weights in
     int8. Others are decompressed, as transformers does it, with a warning that says why. The model
     is that of transformers: call it, or its `generate`.
 
-    :param path_or_name: a folder, or a name on the hub whose files are in the local cache
-    :param dtype: dtype of everything that is not quantized; by default the stored one
+    :param place: a folder, or a name on the hub whose files are in the local cache
     :param compile: compile with Inductor, when the model first runs: of a model that generates,
         layers and what computes values from values alone; of others, the whole
-    :param trust_remote_code: run code that comes with the model
-    :param download: fetch missing files from the hub
+    :param options: the fields of `inlay.options.LoadOptions`; `dtype` is that of everything that
+        is not quantized
     """
-    source = Source.of(path_or_name, trust_remote_code, None, download)
+    source = Source.of(place, **options)
     config = source.config()
     _require_compressed(config, source)
     source.require_safetensors()
-    cls, options = class_of(config, source)
+    cls, own = class_of(config, source)
     model, found = source.read(
         lambda: cls.from_pretrained(
             source.place,
-            dtype=dtype_named(dtype),
+            dtype=dtype_of(source),
             output_loading_info=True,
             use_safetensors=True,
             **source.options,
-            **options,
+            **own,
         )
     )
     require_all_weights(model, found["missing_keys"], source)

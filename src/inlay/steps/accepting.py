@@ -3,18 +3,9 @@
 from collections.abc import Collection
 
 from inlay.errors import ConfigurationError
-from inlay.statistics.on_disk import OTHER_WEIGHTS
+from inlay.options import ACCEPTABLE
 
-__all__ = ["ACCEPTABLE", "known_words"]
-
-ACCEPTABLE = {
-    "unobserved": "slots that saw no data stay in full precision",
-    "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
-    "few_tokens": "experts that saw few tokens are quantized by these",
-    "unfused": "layers that are served as one keep global scales of their own",
-    OTHER_WEIGHTS: "stored statistics of a model with other weights are used",
-    "mistraced": "the traced model is calibrated although it differs from the eager one",
-}
+__all__ = ["known_words"]
 
 
 def known_words(accept: Collection[str]) -> frozenset[str]:

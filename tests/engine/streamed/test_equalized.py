@@ -39,6 +39,7 @@ class Clipped(Observer):
 
 def static(observer: str, strength: float | str, **fields) -> Recipe:
     inputs = {"observer": observer}
+    fields = {"ignore": (), **fields}
     return Recipe.from_preset("W8A8_STATIC", inputs=inputs, equalize=strength, **fields)
 
 

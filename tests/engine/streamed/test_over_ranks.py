@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
 HISTOGRAM = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "histogram"})
-WITH_HEAD = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"})
+WITH_HEAD = Recipe.from_preset("W8A8_STATIC", ignore=(), inputs={"observer": "histogram"})
 EQUALIZED = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"}, equalize="auto")
 SEEN_SCALED = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "histogram"}, equalize=0.7)
 EQUALIZED_EXPERTS = Recipe.from_preset(

@@ -29,7 +29,7 @@ class PassingBlocks:
     def __init__(self, engine: Streaming) -> None:
         self._run, self._stored, self._starting = engine.run, engine.stored, engine.starting
         self._folder = engine.journal.folder / "comparing"  # for values between blocks
-        self._offload = engine.settings.offload
+        self._offload = engine.options.offload_activations
 
     def __call__(self, rerun: Rerun, batches: Sequence[Batch]) -> Iterator[tuple[Plan, Finished]]:
         """Pass the batches through the model, as `compare` asks for."""

@@ -29,20 +29,20 @@ def finish(engine: Streaming, out: Path, *, overwrite: bool, memory: MemoryWatch
     memory.hear_of_others()
     if not is_first():
         return
-    run, journal, settings = engine.run, engine.journal, engine.settings
+    run, journal, options = engine.run, engine.journal, engine.options
     kept = [journal.kept(region.number) for region in engine.regions]
     device = next(run.model.parameters()).device
     qparams = merged(each.qparams(device) for each in kept)
     run.weights.compensated.update(merged(each.compensated(device) for each in kept))
     run.statistics.qparams, run.statistics.is_second_run = qparams, run.plan.needs_second_run
-    run.statistics.accepted = frozenset(settings.accept)
+    run.statistics.accepted = frozenset(options.accept)
     with run.stages("writing"):
         size = engine.writer.finish(qparams, run.tokenizer)
         weights = engine.stored.fingerprints_of_buffers()
         weights |= merged(each.fingerprints() for each in kept)
         statistics = run.stored(model=run.record.model, data=run.data)
         write_statistics(journal.checkpoint, replace(statistics, weights=weights), run.recipe)
-    if settings.report:
+    if options.report:
         data = _report(engine, [each.shown() for each in kept], (size_of_model(run.model), size))
         write_report(journal.checkpoint, replace(data, peak_memory=memory.peak))
     move_into_place(journal.checkpoint, out, overwrite=overwrite)

@@ -1,7 +1,6 @@
 """The engine of a streamed run: blocks are read from disk, and written back quantized."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from inlay.checkpoint.shards import complete
@@ -25,6 +24,7 @@ from inlay.evaluation.layer_errors import weight_errors
 from inlay.evaluation.summary import slot_records
 from inlay.memory import keeping_freed_memory, return_freed_memory, returning_freed_memory
 from inlay.observers import QParamsDict
+from inlay.options import StreamOptions
 from inlay.progress import Bar
 from inlay.ranks.identity import is_first
 from inlay.recipe import Plan
@@ -35,30 +35,7 @@ from inlay.statistics.value import Statistics
 from inlay.steps import run_steps
 from inlay.steps.accepting import known_words
 
-__all__ = ["Settings", "Streaming"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How a run is streamed.
-
-    :param offload: keep what flows between blocks on disk alone
-    """
-
-    max_shard_size: int | str
-    accept: tuple[str, ...]
-    offload: bool
-    count_padding: bool
-    report: bool
-
-    def identity(self) -> dict[str, Any]:
-        """The settings that the result depends on."""
-        return {
-            "max_shard_size": self.max_shard_size,
-            "accept": sorted(self.accept),
-            "count_padding": self.count_padding,
-            "report": self.report,
-        }
+__all__ = ["Streaming"]
 
 
 class Streaming(Engine):
@@ -70,10 +47,12 @@ class Streaming(Engine):
     :raises ConfigurationError: if the model cannot be cut; nothing has been read then
     """
 
-    def __init__(self, run: Run, stored: StoredModel, batches: Batches, settings: Settings) -> None:
+    def __init__(
+        self, run: Run, stored: StoredModel, batches: Batches, options: StreamOptions
+    ) -> None:
         super().__init__(run)
-        self._accept = known_words(settings.accept)
-        self.stored, self.settings = stored, settings
+        self._accept = known_words(options.accept)
+        self.stored, self.options = stored, options
         # By their numbers among the batches of all ranks.
         self._batches = dict(batches.numbered) if run.plan.needs_data else {}
         self._note_data(batches)
@@ -117,21 +96,21 @@ class Streaming(Engine):
             "weights": files.fingerprints() if is_first() else {},
             "recipe": self.run.recipe.fields,
             "data": [of_all[number] for number in sorted(of_all)],
-            "settings": self.settings.identity(),
+            "settings": _identity(self.options),
         }
 
     def go_on(self, journal: Journal) -> None:
         """Run, quantize and write all regions that the journal does not have yet."""
-        settings, self.journal = self.settings, journal
+        options, self.journal = self.options, journal
         self.writer = RegionWriter(
             self.run,
             self._regions,
             journal,
-            max_shard_size=settings.max_shard_size,
-            accept=settings.accept,
+            max_shard_size=options.max_shard_size,
+            accept=options.accept,
         )
         place = journal.folder / "activations"
-        self._activations = Activations(place, in_memory=not settings.offload)
+        self._activations = Activations(place, in_memory=not options.offload_activations)
         self._take_up()
         done = len(journal.written)
         times = 2 if self.run.plan.needs_second_run else 1
@@ -172,7 +151,7 @@ class Streaming(Engine):
         with run.stages("writing"), keeping_freed_memory():
             own = self.writer.own_part(plan)
             files = self.writer.write(region, plan, own, qparams)
-            shown = self._show(own, qparams) if self.settings.report else None
+            shown = self._show(own, qparams) if self.options.report else None
             compensated = run.weights.take_compensated()
             digests = merged(file.digests for file in files)
             of_ranks = to_first_rank((digests, shown, self._activations.complete()))
@@ -287,14 +266,24 @@ class Streaming(Engine):
             }
         )
         run.equalization.take_up(stored, run.statistics)
-        if self.settings.report:
+        if self.options.report:
             run.equalization.collected.restore_refused(kept.shown().unequalized)
 
     def _count_tokens(self, batch: Any) -> tuple[int, int]:
-        counts = self.settings.count_padding
+        counts = self.options.count_padding
         return count_tokens(self.run.model, batch, count_padding=counts)
 
     def _require_padding_left_out(self) -> None:
         padded = any(self._count_tokens(batch)[1] for batch in self._batches.values())
-        if padded and not self.settings.count_padding:
+        if padded and not self.options.count_padding:
             self.run.require_padding_left_out()
+
+
+def _identity(options: StreamOptions) -> dict[str, Any]:
+    """Return the options, besides those of the data, that the result depends on."""
+    return {
+        "max_shard_size": options.max_shard_size,
+        "accept": sorted(options.accept),
+        "count_padding": options.count_padding,
+        "report": options.report,
+    }

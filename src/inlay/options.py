@@ -1,0 +1,180 @@
+"""The options of loading and running, with their defaults and their help.
+
+Python and the command line share them: each field is a keyword of a function, and an option of a
+command. Importing this takes no time.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ACCEPTABLE",
+    "DTYPES",
+    "DataKeywords",
+    "DataOptions",
+    "LoadKeywords",
+    "LoadOptions",
+    "Options",
+    "RunKeywords",
+    "StreamKeywords",
+    "StreamOptions",
+    "WriteKeywords",
+    "WriteOptions",
+    "keywords_of",
+]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+# Problems that are refused unless the user accepts them, and what happens then.
+ACCEPTABLE = {
+    "unobserved": "slots that saw no data stay in full precision",
+    "not_finite": "slots with NaN or Inf in their statistics stay in full precision",
+    "few_tokens": "experts that saw few tokens are quantized by these",
+    "unfused": "layers that are served as one keep global scales of their own",
+    "other_weights": "stored statistics of a model with other weights are used",
+    "mistraced": "the traced model is calibrated although it differs from the eager one",
+}
+
+# Headings in the help of the command line.
+_LOADING = "Loading the model"
+_DATA = "Data"
+_RUN = "Run"
+_SAVING = "Writing the result"
+_STREAMING = "When it does not fit into memory"
+
+
+def _option(
+    default: Any,
+    help: str,
+    panel: str | None,
+    *,
+    least: int | None = None,
+    choices: Collection[str] = (),
+) -> Any:
+    """Return a field.
+
+    :param panel: heading in the help of the command line; None if it has no such option
+    :param least: the smallest value of a number
+    """
+    shown = {"help": help, "panel": panel, "least": least, "choices": tuple(choices)}
+    return field(default=default, metadata=shown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded."""
+
+    dtype: "str | torch.dtype" = _option(  # noqa: RUF009
+        "auto", "Dtype to load the weights in; auto is the stored one.", _LOADING, choices=DTYPES
+    )
+    trust_remote_code: bool = _option(False, "Run code that comes with the model.", _LOADING)
+    gguf_file: str | None = _option(
+        None, "GGUF file in the model's folder to take the weights from.", _LOADING
+    )
+    download: bool = _option(False, "Fetch missing files from the hub.", _LOADING)
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of `LoadOptions` as keywords."""
+
+    dtype: "str | torch.dtype"
+    trust_remote_code: bool
+    gguf_file: str | None
+    download: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Which data is read, and how it is divided into batches."""
+
+    samples: int | None = _option(
+        512, "Calibrate on this many rows of the data; None (all) takes all rows.", _DATA, least=1
+    )
+    max_length: int = _option(2048, "Cut texts after this many tokens.", _DATA, least=1)
+    batch_size: int = _option(1, "Rows per batch.", _DATA, least=1)
+    held_out: int = _option(
+        16,
+        "Compare the model before and after on this many further rows; 0 for no comparison.",
+        _DATA,
+        least=0,
+    )
+
+
+class DataKeywords(TypedDict, total=False):
+    """The fields of `DataOptions` as keywords."""
+
+    samples: int | None
+    max_length: int
+    batch_size: int
+    held_out: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DataOptions):
+    """How a calibration runs."""
+
+    count_padding: bool = _option(False, "Observe padding tokens like any other token.", _DATA)
+    resume: bool = _option(False, "Continue where an interrupted run stopped.", _RUN)
+    compiler: str = _option(
+        "auto",
+        "Backend of torch.compile, or auto: eager, or compiled if the data is estimated to repay "
+        "that.",
+        _RUN,
+    )
+    accept: Collection[str] = _option(
+        (), "Accept this problem instead of refusing to go on.", _RUN, choices=ACCEPTABLE
+    )
+    progress: bool | None = _option(
+        None, "Draw progress bars; None draws them if there is a terminal.", None
+    )
+
+
+class RunKeywords(DataKeywords, total=False):
+    """The fields of `Options` as keywords."""
+
+    count_padding: bool
+    resume: bool
+    compiler: str
+    accept: Collection[str]
+    progress: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions:
+    """How a checkpoint is written."""
+
+    overwrite: bool = _option(False, "Replace a folder that is not empty.", _SAVING)
+    max_shard_size: int | str = _option("5GB", "Largest size of a file with weights.", _SAVING)
+    report: bool = _option(True, "Write a report beside the checkpoint.", _SAVING)
+
+
+class WriteKeywords(TypedDict, total=False):
+    """The fields of `WriteOptions` as keywords."""
+
+    overwrite: bool
+    max_shard_size: int | str
+    report: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions(Options, WriteOptions):
+    """How a model is calibrated from disk to disk."""
+
+    offload_activations: bool = _option(
+        False, "Keep the activations between blocks on disk only.", _STREAMING
+    )
+
+
+class StreamKeywords(RunKeywords, WriteKeywords, total=False):
+    """The fields of `StreamOptions` as keywords."""
+
+    offload_activations: bool
+
+
+def keywords_of(options: Any, group: type) -> dict[str, Any]:
+    """Return the options that a group has, as the keywords of a function."""
+    return {each.name: getattr(options, each.name) for each in fields(group)}
