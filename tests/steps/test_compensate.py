@@ -19,7 +19,10 @@ from inlay.compensation.settings import GPTQ
 from inlay.engine import hessian_room
 from inlay.engine.calibrate import requantize
 from inlay.errors import ConfigurationError, StatisticsError
+from inlay.observers.hessian import whole
+from inlay.recipe import Plan
 from inlay.statistics.on_disk import StoredStatistics
+from inlay.statistics.value import measure
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -71,11 +74,26 @@ def test_hessians_are_those_of_valid_tokens(seed: int, padding: list[int]) -> No
     for name, known in seen.items():
         own = expected[name.removesuffix(".input:hessian")]
         torch.testing.assert_close(
-            known.tensors["hessian"].double(), own, rtol=1e-5, atol=1e-5 * float(own.abs().max())
+            whole(known.tensors["hessian"]).double(),
+            own,
+            rtol=1e-5,
+            atol=1e-5 * float(own.abs().max()),
         )
         assert int(known.tokens) == sum(int(each["attention_mask"].sum()) for each in batches)
         compared += 1
     assert compared == 12
+
+
+@given(columns=st.sampled_from([1, 383, 384, 385, 1000]), tokens=st.integers(1, 9))
+@examples(6)
+def test_the_lower_triangle_has_all_of_a_hessian(columns: int, tokens: int) -> None:
+    fc = nn.Linear(columns, 1, bias=False)
+    plan = Plan(nn.Sequential(fc), recipe(ignore=[], weights={"strategy": "channel"}))
+    (slot,) = (slot.hessian for slot in plan.weight_slots())
+    x = torch.randn(tokens, columns)
+    found = whole(measure(slot, x).tensors["hessian"])
+    assert torch.equal(found, found.T)
+    torch.testing.assert_close(found, x.T @ x, rtol=1e-4, atol=1e-4)
 
 
 def test_readers_of_a_value_share_its_hessian() -> None:
@@ -246,5 +264,7 @@ def test_recipes_of_llm_compressor_with_gptq() -> None:
     found = Recipe.from_yaml(text)
     assert found.gptq == GPTQ(damping=0.05)
     assert Recipe.from_yaml(inlay.recipe.recipe_text(found)).gptq == found.gptq
+    theirs = Recipe.from_yaml(text.replace("dampening_frac: 0.05", ""))
+    assert theirs.gptq == GPTQ(damping=0.01)  # their default, smaller than Inlay's
     with pytest.raises(ConfigurationError, match="actorder 'group'"):
         Recipe.from_yaml(text.replace("static", "group"))

@@ -4,21 +4,26 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 
 from inlay.observers.kwargs import Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.products import product
 
-__all__ = ["HessianObserver"]
+__all__ = ["HessianObserver", "whole"]
+
+# Columns whose products with themselves and those before them are computed at once.
+_BLOCK = 384
 
 
 class HessianObserver(MeasuringObserver):
     """The sum of xᵀx over the tokens of a module's input, in float32.
 
     For a change ΔW of a weight, tr(ΔW H ΔWᵀ) is the squared error of the output. The sum is plain,
-    so that batches, ranks and runs merge by adding, and solvers do not depend on its scale. It
-    gives no qparams and has no name to be chosen by: a recipe with `gptq` asks for it.
+    so that batches, ranks and runs merge by adding, and solvers do not depend on its scale. It is
+    symmetric, and complete in its lower triangle only; `whole` gives all of it. It gives no qparams
+    and has no name to be chosen by: a recipe with `gptq` asks for it.
     """
 
     any_format = True
@@ -31,7 +36,14 @@ class HessianObserver(MeasuringObserver):
 
     def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
         columns = _columns(x, valid)
-        return {"hessian": product(columns, columns)}
+        count = len(columns)
+        ends = [min(start + _BLOCK, count) for start in range(0, count, _BLOCK)]
+        blocks = [
+            product(columns[start:end], columns[:end])
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        padded = [F.pad(block, (0, count - block.shape[1])) for block in blocks[:-1]]
+        return {"hessian": torch.cat([*padded, blocks[-1]])}
 
     @classmethod
     def divide_input(cls, statistics: Mapping[str, torch.Tensor], scales: torch.Tensor) -> Tensors:
@@ -40,7 +52,12 @@ class HessianObserver(MeasuringObserver):
         return {**statistics, "hessian": hessian / own / own.unsqueeze(-1)}
 
 
+def whole(hessian: torch.Tensor) -> torch.Tensor:
+    """Return a symmetric matrix from its lower triangle."""
+    return hessian.tril() + hessian.tril(-1).T
+
+
 def _columns(x: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """Return the channels of x in float32, each over all tokens; padding tokens are zero."""
     rows = x.reshape(-1, x.size(-1)).to(torch.float32)
-    return (rows if valid is None else torch.where(valid.unsqueeze(-1), rows, 0)).T
+    return (rows if valid is None else torch.where(valid.unsqueeze(-1), rows, 0)).T.contiguous()

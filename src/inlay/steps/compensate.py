@@ -12,6 +12,7 @@ from inlay.compensation.gptq import compensate as solve
 from inlay.compensation.grid import Grid
 from inlay.compensation.settings import GPTQ
 from inlay.errors import StatisticsError
+from inlay.observers.hessian import whole
 from inlay.progress import watched
 from inlay.ranges.args import key_of
 from inlay.recipe import Slot
@@ -186,7 +187,7 @@ def _solved(
     """Solve layers of one kind; yield what was found for each of their readers."""
     solution = solve(
         torch.stack([torch.cat([reader.weight for reader in each.readers]) for each in layers]),
-        torch.stack([layer.hessian for layer in layers]),
+        torch.stack([whole(layer.hessian) for layer in layers]),
         Grid.joined([_grid(state, layer) for layer in layers], rows=False),
         damping=gptq.damping,
     )
