@@ -51,7 +51,7 @@ class InlineCalls(Pass):
             z = relu(y)
             return (z,)
 
-    Inlined ops can be observed like all others. These calls are regions that are compiled on their
+    Inlined ops can be observed like all others. These calls are graphs that are compiled on their
     own and activation checkpoints, which matter to gradients alone. A call that sets autocast or
     gradients is opened only where something in it can be quantized, and what it sets is then set
     and reset by ops of its own. Branches, loops and scans stay: they do not run once.

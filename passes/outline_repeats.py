@@ -21,7 +21,7 @@ from inlay.graph import (
     switches_modes,
     transformed_nodes,
 )
-from inlay.nodes.call_region import CallRegion
+from inlay.nodes.call_body import CallBody
 from inlay.nodes.observe import Observe
 from inlay.torch_private import adopt_calling_convention, new_graph_like
 
@@ -37,8 +37,8 @@ class OutlineRepeats(Pass):
 
     Before:                           After:
         x, w0, w1                         x, w0, w1
-        a = linear(x, w0)  # layers.0     a = region_0(x, w0)
-        b = relu(a)        # layers.0     b = region_0(a, w1)
+        a = linear(x, w0)  # layers.0     a = outlined_0(x, w0)
+        b = relu(a)        # layers.0     b = outlined_0(a, w1)
         c = linear(b, w1)  # layers.1     return b
         d = relu(c)        # layers.1
         return d
@@ -75,7 +75,7 @@ class OutlineRepeats(Pass):
             piece = last[node]
             inputs, outputs = _interface(piece)
             key = _structure(piece, inputs, outputs)
-            name = names.setdefault(key, f"region_{len(names)}")
+            name = names.setdefault(key, f"outlined_{len(names)}")
             if name not in bodies:
                 bodies[name] = _body(gm, piece, inputs, outputs)
             call = stamp(outer.call_module(name, tuple(values[n] for n in inputs)), self.name)
@@ -95,9 +95,9 @@ class OutlineObservers(OutlineRepeats):
     """Make every observe node a call, and of identical ones the same call.
 
     Before:                              After:
-        observe(x, q_input_seen, ...)        region_0(x, q_input_seen, ...)
+        observe(x, q_input_seen, ...)        outlined_0(x, q_input_seen, ...)
         y = linear(x, w)                     y = linear(x, w)
-        observe(y, o_input_seen, ...)        region_0(y, o_input_seen, ...)
+        observe(y, o_input_seen, ...)        outlined_0(y, o_input_seen, ...)
         z = linear(y, v)                     z = linear(y, v)
         return z                             return z
 
@@ -156,10 +156,10 @@ def _cut(gm: GraphModule) -> list[list[Node]]:
 
 
 def _is_call(node: Node) -> bool:
-    """Whether a node calls what is a region already, or takes one of its results."""
+    """Whether a node calls a body already, or takes one of its results."""
     if node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
-    return isinstance(node.target, CallRegion)
+    return isinstance(node.target, CallBody)
 
 
 def _interface(piece: list[Node]) -> tuple[list[Node], list[Node]]:
@@ -190,7 +190,7 @@ def _body(
         values[node] = graph.node_copy(node, lambda n: values[n])
     graph.output(tuple(values[node] for node in outputs))
     called = {str(node.target) for node in (*piece, *bodies) if node.op in _BY_NAME}
-    body = GraphModule({name: gm.get_submodule(name) for name in called}, graph, "Region")
+    body = GraphModule({name: gm.get_submodule(name) for name in called}, graph, "Body")
     body.train(gm.training)
     return body
 

@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 
 from inlay.errors import GraphError
 from inlay.graph import Pass, PassResult, acts, copy, require_whole
-from inlay.nodes.call_region import CallRegion
+from inlay.nodes.call_body import CallBody
 from inlay.nodes.observe import Observe
 
 __all__ = ["PruneUnobserved"]
@@ -56,6 +56,6 @@ class PruneUnobserved(Pass):
 
 
 def _observes(node: Node) -> bool:
-    if isinstance(node.target, CallRegion):
+    if isinstance(node.target, CallBody):
         return node.target.observes
     return isinstance(node.target, Observe)

@@ -18,7 +18,7 @@ from inlay.graph import (
     require_whole,
     tensor_of,
 )
-from inlay.nodes.call_region import CallRegion
+from inlay.nodes.call_body import CallBody
 
 __all__ = ["UseEqualized"]
 
@@ -33,7 +33,7 @@ class UseEqualized(Pass):
         y = linear(h, v)              y = linear(h, fc_weight_equalized)
         return y                      return y
 
-    Weights that FoldQParams replaced are scaled already and stay. A region that is called with a
+    Weights that FoldQParams replaced are scaled already and stay. A body that is called with a
     parameter looks up the copy by itself.
 
     :param equalized: the scaled copies; None if nothing is equalized
@@ -85,7 +85,5 @@ class UseEqualized(Pass):
 
 def _readers(node: Node) -> list[Node]:
     return [
-        user
-        for user in node.users
-        if not observes(user) and not isinstance(user.target, CallRegion)
+        user for user in node.users if not observes(user) and not isinstance(user.target, CallBody)
     ]

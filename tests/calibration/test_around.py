@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from inlay import Calibration, Recipe
 from inlay.calibration import running
 from inlay.evaluation.compare import compare
-from inlay.nodes.call_region import CallRegion
+from inlay.nodes.call_body import CallBody
 
 INPUTS = {"observer": "static_minmax"}
 STATIC = Recipe.from_preset("W8A8_STATIC", inputs=INPUTS, ignore=["lm_head"])
@@ -31,7 +31,7 @@ def observed(model: nn.Module, recipe: Recipe = STATIC, **more: Any) -> Calibrat
 
 def is_traced_around(calibration: Calibration) -> bool:
     """Whether there is a graph that calls blocks or holds them."""
-    return not all(graph.is_region for graph in calibration.graphs)
+    return not all(graph.is_body for graph in calibration.graphs)
 
 
 def assert_equal_statistics(one: Calibration, other: Calibration) -> None:
@@ -50,7 +50,7 @@ def is_cut(calibration: Calibration) -> bool:
         for variant in graph.variants.values()
         for node in variant.graph_module.graph.nodes
     )
-    return any(isinstance(node.target, CallRegion) for node in nodes)
+    return any(isinstance(node.target, CallBody) for node in nodes)
 
 
 class LogitsCounted(nn.Linear):

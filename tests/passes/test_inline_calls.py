@@ -112,11 +112,11 @@ def test_values_without_data_and_modules_are_kept() -> None:
     ]
 
 
-def test_identical_blocks_are_still_one_region_afterwards() -> None:
+def test_identical_blocks_are_still_one_body_afterwards() -> None:
     gm, inputs = dynamo_graph(Stack(), X)
     outlined = OutlineRepeats()(InlineCalls()(gm).graph_module).graph_module
     called = [str(n.target) for n in outlined.graph.find_nodes(op="call_module")]
-    assert called == ["region_0"] * 3
+    assert called == ["outlined_0"] * 3
     with torch.no_grad():
         assert torch.equal(outlined(*inputs)[0], gm(*inputs)[0])
 

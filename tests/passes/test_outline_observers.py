@@ -20,10 +20,10 @@ def test_docstring_example() -> None:
     gm = observed(trace("dynamo", model, X), Plan(model, STATIC))
     outlined = MINMAX(gm)
     assert outlined.modified
-    calls = [line for line in ops(outlined.graph_module) if "region" in line]
+    calls = [line for line in ops(outlined.graph_module) if "outlined" in line]
     assert [line.partition("(")[0] for line in calls] == [
-        "region_0 = region_0",
-        "region_1 = region_0",
+        "outlined_0 = outlined_0",
+        "outlined_1 = outlined_0",
     ]
     assert len([line for line in ops(outlined.graph_module) if "= linear(" in line]) == 2
 
@@ -40,4 +40,4 @@ def test_values_of_another_shape_have_a_body_of_their_own() -> None:
     model = Functional(lambda self, x: self.o(self.q(x)), q=linear(8, 4), o=linear(4, 8, seed=1))
     gm = observed(trace("dynamo", model, X), Plan(model, STATIC))
     calls = MINMAX(gm).graph_module.graph.find_nodes(op="call_module")
-    assert {str(node.target) for node in calls} == {"region_0", "region_1"}
+    assert {str(node.target) for node in calls} == {"outlined_0", "outlined_1"}

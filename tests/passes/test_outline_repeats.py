@@ -27,10 +27,10 @@ def test_docstring_example() -> None:
     outlined = OutlineRepeats()(gm)
     assert outlined.modified
     assert ops(outlined.graph_module) == [
-        "region_0 = region_0(x, layers.0.0.weight)  # by OutlineRepeats",
-        "_getitem = _getitem(region_0, 0)  # by OutlineRepeats",
-        "region_1 = region_0(_getitem, layers.1.0.weight)  # by OutlineRepeats",
-        "_getitem_1 = _getitem(region_1, 0)  # by OutlineRepeats",
+        "outlined_0 = outlined_0(x, layers.0.0.weight)  # by OutlineRepeats",
+        "_getitem = _getitem(outlined_0, 0)  # by OutlineRepeats",
+        "outlined_1 = outlined_0(_getitem, layers.1.0.weight)  # by OutlineRepeats",
+        "_getitem_1 = _getitem(outlined_1, 0)  # by OutlineRepeats",
         "return (_getitem_1)",
     ]
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_blocks_that_differ_have_bodies_of_their_own() -> None:
     model.layers[1][1] = nn.GELU()
     outlined = OutlineRepeats()(trace("dynamo", model, X)).graph_module
     called = [str(n.target) for n in outlined.graph.find_nodes(op="call_module")]
-    assert called == ["region_0", "region_1", "region_0"]
+    assert called == ["outlined_0", "outlined_1", "outlined_0"]
 
 
 def test_a_graph_that_switches_modes_is_left_whole() -> None:

@@ -128,12 +128,12 @@ def test_a_field_that_nothing_fills_is_named() -> None:
 
 
 @pytest.mark.parametrize("step", [*PREPARE[1:-1], *FINALIZE, CompareLayers])
-def test_a_graph_that_is_cut_into_regions_is_refused(step: type[Pass]) -> None:
+def test_a_graph_that_is_outlined_is_refused(step: type[Pass]) -> None:
     """A pass that looked at the outer graph alone would miss, or drop, what is inside."""
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
     traced = torch.export.export(model, (torch.ones(1, 2),)).module(check_guards=False)
     cut = OutlineRepeats()(traced)
     assert cut.modified
     (ready,) = Pipeline.of([step], plan=Plan(model, STATIC), qparams={}).passes
-    with pytest.raises(GraphError, match="before the graph is cut into regions"):
+    with pytest.raises(GraphError, match="before repeats of the graph are outlined"):
         ready(cut.graph_module)

@@ -195,7 +195,7 @@ class ClampsBehindTheObserver(Right):
 
 
 class CutsTheGraph(Right):
-    """Takes a traced graph, and leaves a call that standard passes take for a region and refuse."""
+    """Leave a call that standard passes take for an outlined body and refuse."""
 
     def requires(self, gm: GraphModule) -> None:
         require_nodes((n for n in gm.graph.nodes if made_by(n)), "other passes made these")
@@ -203,13 +203,13 @@ class CutsTheGraph(Right):
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
-        if hasattr(gm, "region_0"):
+        if hasattr(gm, "outlined_0"):
             return PassResult(gm, False)
-        gm.region_0 = nn.Identity()
+        gm.outlined_0 = nn.Identity()
         (output,) = gm.graph.find_nodes(op="output")
         read = _returned(gm)[0]
         with gm.graph.inserting_before(output):
-            node = gm.graph.call_module("region_0", (read,))
+            node = gm.graph.call_module("outlined_0", (read,))
         node.meta = dict(read.meta)
         output.replace_input_with(read, stamp(node, self.name))
         gm.recompile()

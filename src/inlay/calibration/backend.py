@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from inlay.calibration.bindings import Bindings
-from inlay.calibration.compiled_graph import CompiledGraph, compile_regions
+from inlay.calibration.compiled_graph import CompiledGraph, compile_bodies
 from inlay.calibration.decision import Auto, Piece
 from inlay.calibration.explain import dropout_in
 from inlay.calibration.pipelines import Pipelines
@@ -124,13 +124,13 @@ class Backend:
         """Make the graph of a block observe or quantize, which runs in the middle of another."""
         if writes_to_inputs(gm):
             raise GraphError("a block writes to what it is called with")
-        return self._take(CompiledGraph(self, gm, is_region=True), example_inputs)
+        return self._take(CompiledGraph(self, gm, is_body=True), example_inputs)
 
     def _take(self, graph: CompiledGraph, example_inputs: Sequence[Any]) -> CompiledGraph:
         self._warn_of_dropout(graph.gm)
         with graph.knowing_padding(example_inputs):
             graph.bind(example_inputs)  # compile now, while Dynamo is compiling
-        self.graphs += [graph, *graph.regions]
+        self.graphs += [graph, *graph.bodies]
         return graph
 
     def _warn_of_dropout(self, gm: GraphModule) -> None:
@@ -158,7 +158,7 @@ class Backend:
             self.bindings.statistics.rewind(before)
 
     def compile(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one region with the compiler of the calibration, or as "auto" has decided."""
+        """Compile one graph with the compiler of the calibration, or as "auto" has decided."""
         if self.compiler != AUTO:
             return self._compile(self.compiler, gm, inputs)
         return self._piece(gm)
@@ -172,7 +172,7 @@ class Backend:
 
     def _piece(self, gm: GraphModule, *, is_around: bool = False) -> Piece:
         def compile(chosen: GraphModule) -> Callable[..., Any]:
-            return compile_regions(chosen, self._compile_later)
+            return compile_bodies(chosen, self._compile_later)
 
         assert self._auto is not None
         return self._auto.piece(gm, compile, is_around=is_around)

@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from inlay.calibration.tracing import Enclosed, left_alone
 from inlay.errors import GraphError
-from inlay.nodes.call_region import CallRegion
+from inlay.nodes.call_body import CallBody
 from inlay.recipe import Plan
 from inlay.torch_private import (
     FakeTensorMode,
@@ -249,7 +249,7 @@ class BlockCall:
 
 def is_block_call(node: Node) -> bool:
     """Whether a node runs a block as compiled code of its own."""
-    return isinstance(node.target, CallRegion) and isinstance(node.target.run, BlockCall)
+    return isinstance(node.target, CallBody) and isinstance(node.target.run, BlockCall)
 
 
 def block_modules(model: nn.Module) -> dict[str, nn.Module]:

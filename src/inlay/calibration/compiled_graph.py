@@ -22,18 +22,18 @@ from inlay.graph import (
     Pipeline,
     Source,
     called_path,
+    calls_outlined,
     copy,
     equalizable,
     fake_value,
     inputs_of,
-    is_region,
     label_inputs,
     parameter_reads,
     repeated_graphs,
     tensor_of,
     weight_use,
 )
-from inlay.nodes.call_region import CallRegion
+from inlay.nodes.call_body import CallBody
 from inlay.padding.layouts import Layouts
 from inlay.passes import InlineCalls
 from inlay.recipe import Locate
@@ -41,7 +41,7 @@ from inlay.recipe import Locate
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
 
-__all__ = ["CompiledGraph", "RehearsedError", "Variant", "compile_regions"]
+__all__ = ["CompiledGraph", "RehearsedError", "Variant", "compile_bodies"]
 
 # Dynamo prefixes an argument's name with the variable and appends an underscore.
 _ARGUMENT = re.compile(r"[lL]_(?:kwargs_)?(\w+)_$")
@@ -56,7 +56,7 @@ class RehearsedError(Exception):
 class Variant:
     """A graph after its passes, compiled for one way of quantizing the modules in it.
 
-    :param graph_module: before it was cut into regions
+    :param graph_module: before its repeats were outlined
     :param modules: whose weights it was made with
     :param inputs: what it takes after the inputs of the model
     """
@@ -72,15 +72,15 @@ class CompiledGraph:
 
     A graph that it calls more than once is prepared once, as a graph of its own.
 
-    :param is_region: whether another graph calls this one
-    :param regions: the graphs that this one calls more than once
+    :param is_body: whether another graph calls this one
+    :param bodies: the graphs that this one calls more than once
     """
 
-    def __init__(self, backend: "Backend", gm: GraphModule, *, is_region: bool = False) -> None:
-        self.backend, self.is_region = backend, is_region
-        self.regions: list[CompiledGraph] = []
+    def __init__(self, backend: "Backend", gm: GraphModule, *, is_body: bool = False) -> None:
+        self.backend, self.is_body = backend, is_body
+        self.bodies: list[CompiledGraph] = []
         # Weights are operands of calls until these are inlined.
-        self.gm = gm = InlineCalls()(self._with_regions(gm)).graph_module
+        self.gm = gm = InlineCalls()(self._with_bodies(gm)).graph_module
         self.num_outputs = _num_outputs(gm)
         inputs = {node: position for position, node in enumerate(inputs_of(gm.graph))}
         uses = ((weight_use(gm, node), called_path(node)) for node in gm.graph.nodes)
@@ -106,16 +106,16 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         with self.knowing_padding(args):
             run, tensors = self.bind(args)
-            if self.is_region and self.backend.is_rehearsing:
+            if self.is_body and self.backend.is_rehearsing:
                 raise RehearsedError
             results = run(*args, *self._of_batch(tensors))
-        wanted = self.is_region or self.backend.pipelines.outputs
+        wanted = self.is_body or self.backend.pipelines.outputs
         return results if wanted else tuple(Dropped() for _ in range(self.num_outputs))
 
     def knowing_padding(self, args: Sequence[Any]) -> AbstractContextManager[None]:
         """Find the padding of a batch in what the graph is called with, unless it is known."""
         bindings, pipelines = self.backend.bindings, self.backend.pipelines
-        is_known = bindings.padding.is_known or pipelines.count_padding or self.is_region
+        is_known = bindings.padding.is_known or pipelines.count_padding or self.is_body
         if is_known or bindings.statistics.is_final:
             return nullcontext()
         given = {name: args[position] for name, position in self._arguments.items()}
@@ -141,18 +141,18 @@ class CompiledGraph:
     def _pipelines(self) -> Pipelines:
         # The next block reads what a block gives, whether or not the caller does.
         pipelines = self.backend.pipelines
-        return replace(pipelines, outputs=True) if self.is_region else pipelines
+        return replace(pipelines, outputs=True) if self.is_body else pipelines
 
-    def _with_regions(self, gm: GraphModule) -> GraphModule:
+    def _with_bodies(self, gm: GraphModule) -> GraphModule:
         """Let blocks, and graphs that are called more than once, run as graphs of their own."""
         gm = copy(gm)
         self._call_blocks(gm)
         for repeated in repeated_graphs(gm):
-            region = CompiledGraph(self.backend, repeated.body, is_region=True)
-            self.regions += [*region.regions, region]
+            body = CompiledGraph(self.backend, repeated.body, is_body=True)
+            self.bodies += [*body.bodies, body]
             for call in repeated.calls:
                 with gm.graph.inserting_before(call):
-                    own = gm.graph.call_function(CallRegion(region), repeated.operands(call))
+                    own = gm.graph.call_function(CallBody(body), repeated.operands(call))
                 own.meta = dict(call.meta)
                 call.replace_all_uses_with(own)
                 gm.graph.erase_node(call)
@@ -169,7 +169,7 @@ class CompiledGraph:
             given = map_arg([args, kwargs], fake_value)
             run = BlockCall.like(block, given, fake_value(call))
             observes = block.observes(self.backend.bindings.statistics.plan)
-            call.target = CallRegion(run, observes=observes)
+            call.target = CallBody(run, observes=observes)
             call.args = (args, kwargs)
 
     def unbind(self) -> None:
@@ -233,26 +233,26 @@ class CompiledGraph:
             key = (*key, *map(bindings.weights.equalized.is_changed, args))
         if key not in self.variants:
             gm = label_inputs(self.gm, args, self.backend.root)
-            self._bind_regions(gm, args)
+            self._bind_bodies(gm, args)
             self.variants[key] = self._compile(bindings, gm, modules)
         return self.variants[key]
 
-    def _bind_regions(self, gm: GraphModule, args: Sequence[Any]) -> None:
-        """Prepare the regions for the weights they will be called with, and note what observes."""
+    def _bind_bodies(self, gm: GraphModule, args: Sequence[Any]) -> None:
+        """Prepare bodies for the weights of their calls, and note which of them observe."""
         plan = self.backend.bindings.statistics.plan
         given = dict(zip(inputs_of(gm.graph), args, strict=True))
         for node in gm.graph.nodes:
-            if not isinstance(node.target, CallRegion):
+            if not isinstance(node.target, CallBody):
                 continue
-            region = node.target.run
-            if not isinstance(region, CompiledGraph):
+            body = node.target.run
+            if not isinstance(body, CompiledGraph):
                 continue  # a block, which is prepared when it runs
             operands = [
                 given.get(operand) if operand in given else tensor_of(gm, operand)
                 for operand in node.args
             ]
-            region.bind(operands)
-            node.target = replace(node.target, observes=plan.observes_in(region.modules(operands)))
+            body.bind(operands)
+            node.target = replace(node.target, observes=plan.observes_in(body.modules(operands)))
 
     def modules(self, args: Sequence[Any]) -> tuple[str | None, ...]:
         """The modules whose weights are among the arguments."""
@@ -289,30 +289,30 @@ class CompiledGraph:
             whole = pipelines.observing_equalized(layouts, equalized)
         else:
             whole = pipelines.observing(layouts)
-        # The whole graph is kept for people to read; regions are for the compiler.
+        # The whole graph is kept for people to read; outlined bodies are for the compiler.
         with bindings.padding.noting_problems():
             prepared = whole(gm).graph_module
-        regions = pipelines.cutting()(prepared).graph_module
+        outlined = pipelines.cutting()(prepared).graph_module
         is_around = any(map(is_block_call, prepared.graph.nodes))
         compiler = self.backend.compile_around if is_around else self.backend.compile
-        run = compile_regions(regions, compiler)
-        if self.backend.arrange is not None and not self.is_region:
+        run = compile_bodies(outlined, compiler)
+        if self.backend.arrange is not None and not self.is_body:
             run = self.backend.arrange(run)
         inputs = given_inputs(prepared, bindings)
         return Variant(prepared, run, modules, tuple(inputs))
 
 
-def compile_regions(gm: GraphModule, compiler: Compiler) -> Callable[..., Any]:
-    """Compile each distinct region of an outlined graph once, or a graph without any as it is."""
+def compile_bodies(gm: GraphModule, compiler: Compiler) -> Callable[..., Any]:
+    """Compile each distinct body of an outlined graph once, or the graph if nothing is outlined."""
     if all(node.op in ("placeholder", "get_attr", "output") for node in gm.graph.nodes):
         return gm.forward  # nothing to compile
-    regions = {str(node.target) for node in gm.graph.nodes if is_region(node)}
-    if not regions and any(isinstance(node.target, CallRegion) for node in gm.graph.nodes):
+    bodies = {str(node.target) for node in gm.graph.nodes if calls_outlined(node)}
+    if not bodies and any(isinstance(node.target, CallBody) for node in gm.graph.nodes):
         return gm.forward  # no compiler could look into the calls
-    if not regions:
+    if not bodies:
         return compiler(gm, [fake_value(node) for node in inputs_of(gm.graph)])
     outer = copy(gm)
-    for name in sorted(regions):
+    for name in sorted(bodies):
         body = gm.get_submodule(name)
         assert isinstance(body, GraphModule)
         compiled = compiler(body, [fake_value(node) for node in inputs_of(body.graph)])

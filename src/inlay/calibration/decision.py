@@ -136,7 +136,7 @@ class Piece:
     """A piece of a traced graph, run as was decided.
 
     :param decision: returns the decision when the piece runs for the first time
-    :param compile: compiles a graph; of one with regions, only these
+    :param compile: compiles a graph; of one with outlined bodies, only these
     :param is_around: whether blocks run between its ops. A batch runs it once, so that only its
         observers are ever compiled
     """

@@ -1,4 +1,4 @@
-"""The pipelines of a calibration: to observe, to quantize, to cut into regions."""
+"""The pipelines of a calibration: to observe, to quantize, to outline repeats."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ class Pipelines:
         return Pipeline((*self._without(*left_out).passes, *folding.passes))
 
     def cutting(self) -> Pipeline:
-        """From a whole graph to regions that are compiled on their own, if these are wanted."""
+        """Outline the bodies that are compiled on their own, if passes say so."""
         return Pipeline(tuple(p for p in self._all().passes if isinstance(p, OutlineRepeats)))
 
     def _without(

@@ -242,7 +242,7 @@ class Rerun:
         """Drop folded and equalized weights of blocks; they are made again when needed."""
         for backend in self.backends:
             for graph in backend.graphs:
-                if graph.is_region:
+                if graph.is_body:
                     graph.unbind()
         self.bindings.weights.forget_folded()
         self.bindings.weights.equalized.forget_copies()

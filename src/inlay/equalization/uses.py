@@ -9,7 +9,7 @@ from inlay.equalization.ops import is_tensor, parameters_of, source_of
 from inlay.equalization.search import Search
 from inlay.graph import Source, Use, observes, transposed_by, weight_use
 from inlay.model import PRODUCTS
-from inlay.nodes.call_region import CallRegion
+from inlay.nodes.call_body import CallBody
 
 __all__ = ["uses_of_parameters"]
 
@@ -28,8 +28,8 @@ def uses_of_parameters(gm: GraphModule, groups: list[Search]) -> Iterator[Use]:
         users = [u for user in node.users for u in (user.users if transposed_by(user) else [user])]
         for user in users:
             use = weight_use(gm, user)
-            if observes(user) or isinstance(user.target, CallRegion):
-                continue  # a region knows its own uses
+            if observes(user) or isinstance(user.target, CallBody):
+                continue  # a body knows its own uses
             if use is not None and use.kind in PRODUCTS and use.weight_node is node:
                 yield Use(source, "columns", reading.get(user))
                 yield Use(source, "rows", making.get(user))

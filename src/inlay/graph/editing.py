@@ -20,9 +20,9 @@ __all__ = [
     "acts",
     "bodies_of",
     "body_held_by",
+    "calls_outlined",
     "closes_transform",
     "copy",
-    "is_region",
     "leaves",
     "mutates",
     "opens_transform",
@@ -157,14 +157,14 @@ def require_nodes(nodes: Iterable[Node], problem: str) -> None:
 
 
 def require_whole(gm: GraphModule) -> None:
-    """Raise if the graph is cut into regions: a pass would not see what is inside them."""
-    regions = (node for node in gm.graph.nodes if is_region(node))
-    require_nodes(regions, "run this pass before the graph is cut into regions; it has")
+    """Raise if bodies of the graph are outlined: a pass would not see what is inside them."""
+    outlined = (node for node in gm.graph.nodes if calls_outlined(node))
+    require_nodes(outlined, "run this pass before repeats of the graph are outlined; found")
 
 
-def is_region(node: Node) -> bool:
-    """Whether a node calls a region that OutlineRepeats made."""
-    return node.op == "call_module" and str(node.target).startswith("region_")
+def calls_outlined(node: Node) -> bool:
+    """Return whether a node calls a body that OutlineRepeats or OutlineObservers made."""
+    return node.op == "call_module" and str(node.target).startswith("outlined_")
 
 
 def leaves(value: Any) -> Iterator[Any]:

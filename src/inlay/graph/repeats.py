@@ -60,7 +60,7 @@ def _require_transforms(gm: GraphModule) -> None:
         for body in bodies_of(node).values():
             if any(getattr(n.target, "__name__", "") == "_add_batch_dim" for n in body.graph.nodes):
                 raise GraphError(
-                    f"node {node.name} runs a region with a vmap, which Dynamo traces incompletely;"
+                    f"node {node.name} calls a graph with a vmap, which Dynamo traces incompletely;"
                     " do not mark what holds it as a nested_compile_region"
                 )
 

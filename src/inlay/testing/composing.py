@@ -81,7 +81,7 @@ class Outcome:
 
 
 def _observed(gm: GraphModule) -> Iterator[tuple[Slot, ...]]:
-    """Yield the slots that are observed together, also in regions of the graph."""
+    """Yield the slots that are observed together, also in outlined bodies."""
     for part in gm.modules():
         if isinstance(part, GraphModule):
             yield from filter(None, map(observes, part.graph.nodes))

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CallRegion"]
+__all__ = ["CallBody"]
 
 
 @dataclass(frozen=True, eq=False)
-class CallRegion:
+class CallBody:
     """The callable of a node that runs a graph which observes or quantizes by itself.
 
     :param run: the graph; finds its slots by the weights that it is called with
@@ -17,7 +17,7 @@ class CallRegion:
 
     run: Callable[..., Any]
     observes: bool = True
-    __name__ = "region"
+    __name__ = "body"
 
     def __call__(self, *operands: Any) -> Any:
         return self.run(*operands)

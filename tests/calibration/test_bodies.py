@@ -11,7 +11,7 @@ from torch import nn
 from inlay import Calibration, Recipe
 from inlay.calibration import running
 from inlay.evaluation.compare import compare
-from inlay.nodes.call_region import CallRegion
+from inlay.nodes.call_body import CallBody
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def fresh_dynamo() -> None:
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Have blocks traced one by one, as if torch had no regions."""
+    """Have blocks traced one by one, as if torch had no nested_compile_region."""
 
     def switch() -> None:
         torch._dynamo.reset()
@@ -58,13 +58,13 @@ def calibrated(model: nn.Module, recipe: Recipe, batches: int = 2) -> Calibratio
     return calibration
 
 
-def regions(calibration: Calibration) -> list[CallRegion]:
+def called_bodies(calibration: Calibration) -> list[CallBody]:
     return [
         node.target
         for graph in calibration.graphs
         for variant in graph.variants.values()
         for node in variant.graph_module.graph.nodes
-        if isinstance(node.target, CallRegion)
+        if isinstance(node.target, CallBody)
     ]
 
 
@@ -104,10 +104,10 @@ def test_same_numbers_as_traced_one_by_one(family: Any, kind: str, one_by_one: A
     if family in (llama, qwen3, mixtral):
         assert len(together.graphs) == 1  # a block; what is around it runs as it is
     if family is vit:
-        assert len(regions(together)) == 3
+        assert len(called_bodies(together)) == 3
     one_by_one()
     apart = calibrated(model, recipe)
-    assert regions(apart) == []
+    assert called_bodies(apart) == []
     assert_equal_qparams(together, apart)
 
 
@@ -117,7 +117,7 @@ def test_blocks_that_are_quantized_unlike(kind: str, one_by_one: Any) -> None:
     model = llama(num_hidden_layers=4)
     recipe = RECIPES[kind](ignore=["lm_head", "re:.*layers\\.0\\..*", "re:.*layers\\.2\\.mlp.*"])
     together = calibrated(model, recipe)
-    assert all(graph.is_region for graph in together.graphs)
+    assert all(graph.is_body for graph in together.graphs)
     one_by_one()
     assert_equal_qparams(together, calibrated(model, recipe))
 
@@ -125,7 +125,7 @@ def test_blocks_that_are_quantized_unlike(kind: str, one_by_one: Any) -> None:
 def test_blocks_after_the_last_that_is_observed_do_not_run() -> None:
     model = llama(num_hidden_layers=4)
     recipe = RECIPES["static"](ignore=["lm_head", "re:.*layers\\.[23]\\..*"])
-    assert len(regions(calibrated(model, recipe))) == 2
+    assert len(called_bodies(calibrated(model, recipe))) == 2
 
 
 def test_compared_and_quantized_alike(one_by_one: Any) -> None:
@@ -247,7 +247,7 @@ def test_blocks_of_all_sorts(block: type[Block], tied: bool, one_by_one: Any) ->
         return calibration
 
     together = run()
-    assert len(regions(together)) == (3 if block in (Block, Derived, Indexed) else 0)
+    assert len(called_bodies(together)) == (3 if block in (Block, Derived, Indexed) else 0)
     kept = [set(vars(one)) - set(vars(block())) for one in model.blocks]
     one_by_one()
     apart = run()
@@ -350,7 +350,7 @@ def test_blocks_called_with_all_sorts(around: str, one_by_one: Any, monkeypatch:
         return calibration
 
     together = run()
-    assert len(regions(together)) == (3 if around == "traced" else 0)
+    assert len(called_bodies(together)) == (3 if around == "traced" else 0)
     assert "gave up" not in together.explain()
     one_by_one()
     assert_equal_qparams(together, run())
@@ -376,7 +376,7 @@ def test_another_model_of_the_class_meanwhile(one_by_one: Any) -> None:
     assert_equal_qparams(together, apart)
 
 
-def test_a_region_of_the_users_own() -> None:
+def test_a_nested_compile_region_of_the_users_own() -> None:
     """A model that marks its block itself, compiled by the backend."""
     model = Stack(Block)
     marked = torch.compiler.nested_compile_region(lambda block, x: x + block.fc(x).relu())
