@@ -17,8 +17,6 @@ from inlay.passes.speed_up_products import SpeedUpProducts
 from inlay.passes.use_equalized import UseEqualized
 
 __all__ = [
-    "COMPARE",
-    "FINALIZE",
     "PREPARE",
     "Annotate",
     "CompareLayers",
@@ -41,31 +39,13 @@ __all__ = [
     "kept_from_kernels",
 ]
 
-# Turns a traced graph into one that observes.
+# Turns a traced graph into one that observes. PruneUnobserved follows where outputs are not wanted.
+# OutlineRepeats is the last pass of every phase, because the others look at the whole graph.
 PREPARE: tuple[type[Pass], ...] = (
     InlineCalls,  # first: the other passes see only ops of the graph itself
     Annotate,  # matches ops by their weights, which later passes move and replace
     FindEqualizable,  # needs the annotations, and the whole graph; only if the recipe equalizes
     InsertObservers,  # needs the annotations
     ShareObservers,  # before pruning, which keeps all that each observer needs
-    LeaveOutPadding,  # after sharing, which leaves fewer observers; omitted if padding counts
-    PruneUnobserved,  # only if outputs are not wanted; leaves no unused ops in the blocks
-    OutlineRepeats,  # last: the other passes look at the whole graph
-)
-
-# Turns a graph that observes, not yet pruned or outlined, into one that quantizes.
-FINALIZE: tuple[type[Pass], ...] = (
-    FoldQParams,  # reads from the observers which slots share a scale
-    UseEqualized,  # after folding, which replaces the weights that are quantized
-    RemoveObservers,
-    LowerToKernels,  # last: the other passes look for ops that read a weight; only if compiled
-)
-
-# From a traced graph to one that computes the same and compares its layers with quantized ones.
-COMPARE: tuple[type[Pass], ...] = (
-    InlineCalls,  # first, as above
-    Annotate,
-    CompareLayers,  # needs the annotations
-    LeaveOutPadding,  # gives compare nodes the valid tokens
-    UseEqualized,  # after comparing was put in, which compares the weights that are read
+    LeaveOutPadding,  # after sharing, which leaves fewer observers; only for batches with padding
 )

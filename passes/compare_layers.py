@@ -8,9 +8,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from inlay.graph import (
+    ErrorSums,
     Pass,
     PassResult,
-    SlotInput,
+    WeightOf,
     WeightUse,
     add_input,
     add_qparams,
@@ -36,7 +37,7 @@ class CompareLayers(Pass):
     """Put a compare node behind each op of a quantized Linear; what the graph computes stays.
 
     Before:                                      After:
-        x, w                                         x, w, fc_weight_folded, fc_weight_errors, ...
+        x, w                                         x, w, fc_weight_folded, fc_errors, ...
         y = linear(x, w)  # fc.weight, fc.input      y = linear(x, w)
         return y                                     compare_layer(x, y, w, ...)
                                                      return y
@@ -83,12 +84,12 @@ class CompareLayers(Pass):
                 weight.meta["example_value"] = use.weight
         folded = weight
         if "weight" in slots:
-            what = SlotInput(slots["weight"].name, "folded")
+            what = WeightOf(slots["weight"].name)
             folded = add_input(gm.graph, what, fake_value(weight), self.name)
         any_slot = next(iter(slots.values()))
         views = tuple(view.nameless for view in self.plan.weights_of(any_slot.module))
         sums = torch.zeros(len(views), len(POWERS), dtype=torch.float64)
-        errors = add_input(gm.graph, SlotInput(any_slot.name, "errors"), sums, self.name)
+        errors = add_input(gm.graph, ErrorSums(any_slot.module), sums, self.name)
         args = [use.value, use.output, weight, folded, errors]
         routing = routing_of(node) if use.kind == "grouped" else None
         whose: dict[str, Any] = {}

@@ -40,16 +40,19 @@ class FindEqualizable(Pass):
     up, then makes sure that nobody else reads what is scaled on the way. It writes the groups, and
     the reason for each value that has none, on the output of the graph, and has the ranges of
     channels observed where a group reads. It changes nothing if the recipe does not equalize.
+
+    :param equalizes: whether to look for groups; a graph that quantizes has no need of them
     """
 
     plan: Plan
+    equalizes: bool = True
 
     def requires(self, gm: GraphModule) -> None:
         require_whole(gm)
 
     def call(self, gm: GraphModule) -> PassResult:
         gm = copy(gm)
-        if self.plan.recipe.equalize is None:
+        if self.plan.recipe.equalize is None or not self.equalizes:
             return PassResult(gm, False)
         groups: list[Search] = []
         refused: list[tuple[Source, str]] = []

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from inlay.graph import (
     Pass,
     PassResult,
-    SlotInput,
+    WeightOf,
     Writes,
     add_input,
     add_qparams,
@@ -102,9 +102,7 @@ class FoldQParams(Pass):
         use = weight_use(gm, node)
         assert use is not None
         assert use.weight_node is not None
-        folded = add_input(
-            gm.graph, SlotInput(slot.name, "folded"), fake_value(use.weight_node), self.name
-        )
+        folded = add_input(gm.graph, WeightOf(slot.name), fake_value(use.weight_node), self.name)
         replace_weight(node, folded)
 
     def _quantize(

@@ -12,7 +12,7 @@ from inlay.errors import GraphError
 from inlay.graph import (
     Pass,
     PassResult,
-    SlotInput,
+    StatisticOf,
     Writes,
     add_input,
     attention_states,
@@ -139,8 +139,8 @@ class InsertObservers(Pass):
                 )
             target = replace(targets.find(rule, fake, groups), first=first)
             inputs = [
-                add_input(graph, SlotInput(slot.name, key), tensor, self.name)
-                for key, tensor in target.fake_inputs(fake).items()
+                add_input(graph, StatisticOf(slot.name, name), tensor, self.name)
+                for name, tensor in target.fake_inputs(fake).items()
             ]
             whose: dict[str, Any] = {} if ends is None else {"ends": ends}
             is_output = slot.base_name == "output"

@@ -8,15 +8,16 @@ from torch.fx import GraphModule, Node
 
 from inlay.errors import StatisticsError
 from inlay.graph import (
+    ErrorSums,
     PaddingMask,
     Pass,
     PassResult,
     add_input,
+    added_input,
     copy,
     fake_value,
     observes,
     require_whole,
-    slot_input,
 )
 from inlay.nodes.compare_layer import CompareLayer
 from inlay.nodes.observe import Observe
@@ -94,9 +95,9 @@ class LeaveOutPadding(Pass):
     def _leave_out_if_known(self, gm: GraphModule, node: Node) -> bool:
         """Give a compare node its mask."""
         assert self.layouts is not None
-        what = slot_input(node.args[4])
-        module = "" if what is None else what.slot.rpartition(".")[0]
-        mask = self.layouts.mask_of_input(module)
+        sums = added_input(node.args[4])
+        assert isinstance(sums, ErrorSums)
+        mask = self.layouts.mask_of_input(sums.module)
         value = node.args[0]
         ends = node.kwargs.get("ends")
         if isinstance(ends, Node):

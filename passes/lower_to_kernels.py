@@ -9,19 +9,21 @@ import torch
 from torch.fx import GraphModule, Node
 
 from inlay.graph import (
+    IntegersOf,
+    IntegerSumsOf,
     Pass,
     PassResult,
-    SlotInput,
+    WeightOf,
     WeightUse,
     add_input,
     add_qparams,
+    added_input,
     copy,
     erase_with_inputs,
     fake_value,
     is_linear,
     require_nodes,
     require_whole,
-    slot_input,
     slots_of,
     stamp,
     tensor_op,
@@ -92,13 +94,13 @@ class LowerToKernels(Pass):
         scales = add_qparams(gm.graph, slot.name, own, weight, self.name)
         args: list[Any] = [
             given.integers,
-            add_input(gm.graph, SlotInput(slot.name, "integers"), integers, self.name),
+            add_input(gm.graph, IntegersOf(slot.name), integers, self.name),
             given.scale,
             scales["scale"],
         ]
         if given.zero_point is not None:
             sums = weight.new_empty(len(weight), dtype=torch.int32)
-            named = SlotInput(slot.name, "sums")
+            named = IntegerSumsOf(slot.name)
             args += [given.zero_point, add_input(gm.graph, named, sums, self.name)]
         options: dict[str, Any] = {"dtype": fake_value(node).dtype}
         bias = _bias(node)
@@ -162,8 +164,8 @@ def _layers(gm: GraphModule) -> Iterator[tuple[Node, str | None]]:
     """Yield ops with a folded weight, and what keeps them from integer kernels, if anything."""
     for node in gm.graph.nodes:
         use = weight_use(gm, node)
-        weight = None if use is None else slot_input(use.weight_node)
-        if use is not None and weight is not None and weight.key == "folded":
+        weight = None if use is None else added_input(use.weight_node)
+        if use is not None and isinstance(weight, WeightOf):
             yield node, _problem(node, use)
 
 

@@ -6,9 +6,9 @@ from torch.fx import GraphModule, Node
 
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.graph import (
+    EqualizedOf,
     Pass,
     PassResult,
-    SlotInput,
     add_input,
     as_function,
     copy,
@@ -70,7 +70,7 @@ class UseEqualized(Pass):
             return False
         value = fake_value(node)
         fake = tensor_of(gm, node) if value is None else value
-        scaled = add_input(gm.graph, SlotInput(name, "equalized"), fake, self.name)
+        scaled = add_input(gm.graph, EqualizedOf(name), fake, self.name)
         for reader in readers:
             reader.replace_input_with(node, scaled)
         return True

@@ -14,7 +14,7 @@ from torch._dynamo import guards, symbolic_convert
 from transformers import LlamaForCausalLM
 
 from inlay import Calibration, Recipe
-from inlay.calibration import running
+from inlay.calibration.tracing import running
 from inlay.evaluation.compare import compare
 from inlay.nodes.call_body import CallBody
 

@@ -9,7 +9,7 @@ from families import batch, bert, gemma3, llama, mixtral, qwen3, vit
 from torch import nn
 
 from inlay import Calibration, Recipe
-from inlay.calibration import running
+from inlay.calibration.tracing import running
 from inlay.evaluation.compare import compare
 from inlay.nodes.call_body import CallBody
 

@@ -146,7 +146,7 @@ def test_graph_and_checkpoint_have_the_equalized_experts(name: str, tmp_path: Pa
         plain = model(**one).logits
     assert float((graph - plain).norm() / plain.norm()) < 0.1
     for stack_name in calibration.plan.stacks:
-        folded = calibration.weights.folded(stack_name, calibration.qparams)
+        folded = calibration.graphs.bindings.weights.folded(stack_name, calibration.qparams)
         assert torch.equal(loaded.get_parameter(stack_name), folded)
         assert not torch.allclose(folded, model.get_parameter(stack_name), rtol=0.2, atol=0.02)
 

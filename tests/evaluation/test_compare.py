@@ -232,7 +232,7 @@ def test_without_data_weights_still_have_an_error() -> None:
     for layer, module in zip(found.layers, model, strict=True):
         slot = calibration.statistics.plan.slots[f"{layer.module}.weight"]
         with calibration.rerun() as rerun:
-            folded = rerun.bindings.quantized_value(slot, "folded")
+            folded = rerun.bindings.folded(slot)
         expected = decibels(module.weight.detach(), folded)
         assert layer.weight_sqnr_db == pytest.approx(expected, abs=1e-3)
         assert (layer.sqnr_db, layer.input_sqnr_db) == (None, None)
@@ -388,7 +388,7 @@ def test_the_model_and_the_calibration_stay_as_they_are() -> None:
     compare(model, calibration, [(torch.randn(4, 8),)])
     assert (model.training, model.first.training, model.second.training) == (True, True, False)
     assert not model.first._forward_pre_hooks
-    assert not calibration._bindings.weights._folded
+    assert not calibration.graphs.bindings.weights._folded
 
 
 def test_a_model_compiled_in_place_is_compared_with_its_plain_self() -> None:

@@ -15,14 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from inlay import Calibration, Recipe
 from inlay.graph import enclosed_slots, observes
 from inlay.passes import (
-    FINALIZE,
     PREPARE,
     Annotate,
+    FoldQParams,
     InlineCalls,
     InsertObservers,
     LeaveOutPadding,
     OutlineRepeats,
     Pipeline,
+    RemoveObservers,
     ShareObservers,
 )
 from inlay.recipe import Plan
@@ -141,7 +142,7 @@ def test_no_pass_harms_it(op: Any, how: str) -> None:
             gm = gm if isinstance(step, OutlineRepeats) else result.graph_module
         observing = (InsertObservers(), ShareObservers(), LeaveOutPadding())
         gm = Pipeline(observing)(gm).graph_module
-        final = Pipeline.of(FINALIZE, qparams={})(gm).graph_module
+        final = Pipeline((FoldQParams(qparams={}), RemoveObservers()))(gm).graph_module
         (found,) = _all(final(*inputs_for(final, X)))
     assert torch.equal(found, expected)
 

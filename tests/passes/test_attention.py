@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from inlay import Recipe
 from inlay.graph import observes, slots_of
-from inlay.passes import FINALIZE, FoldQParams, Pipeline, RemoveObservers
+from inlay.passes import FoldQParams, Pipeline, RemoveObservers
 from inlay.recipe import Plan
 
 pytestmark = pytest.mark.slow
@@ -110,7 +110,7 @@ def test_states_are_observed_and_quantized_before_they_are_repeated(
         assert value.shape == states[name].shape, name
     values = {f"layer.self_attn.{name}": value for name, value in states.items()}
     qparams = qparams_of(plan, model, values)
-    final = Pipeline.of(FINALIZE, qparams=qparams)(gm).graph_module
+    final = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))(gm).graph_module
     bound = with_constants(final, plan, model, qparams)
     with torch.no_grad():
         result = bound(*inputs_for(bound, X))
@@ -150,7 +150,7 @@ def test_one_tensor_for_keys_and_values_is_quantized_once() -> None:
     states = model.layer.self_attn.states(X)
     values = {f"layer.self_attn.{name}": states[name.replace("v", "k")] for name in "qkv"}
     qparams = qparams_of(plan, model, values)
-    final = Pipeline.of(FINALIZE, qparams=qparams)(gm).graph_module
+    final = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))(gm).graph_module
     assert targets(final).count("quantize_dequantize") == 2
     bound = with_constants(final, plan, model, qparams)
     q, k = (

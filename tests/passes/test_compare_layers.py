@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from graphs import STATIC, TRACERS, Functional, linear, ops, trace
 
-from inlay.graph import Pipeline, slot_inputs
+from inlay.calibration.pipelines import comparing
+from inlay.equalization.parameters import EqualizedParameters
+from inlay.graph import added_inputs
 from inlay.nodes.compare_layer import CompareLayer
 from inlay.nodes.quantize import QuantizeDequantize, fold_weight
-from inlay.passes import COMPARE, Annotate, CompareLayers
+from inlay.passes import Annotate, CompareLayers
 from inlay.recipe import Plan, Recipe
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -39,8 +41,8 @@ def test_docstring_example() -> None:
         "  # by CompareLayers",
         "return (linear)",
     ]
-    added = {f"{i.slot}.{i.key}" for i in slot_inputs(result.graph_module.graph).values()}
-    assert {"fc.weight.folded", "fc.weight.errors", "fc.input.scale"} <= added
+    added = set(map(str, added_inputs(result.graph_module.graph).values()))
+    assert {"fc.weight folded", "fc errors", "fc.input scale"} <= added
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -50,15 +52,15 @@ def test_sums_are_the_powers_of_signal_and_error(how: str, bias: bool) -> None:
     plan = Plan(model, STATIC)
     qparams = qparams_of(plan, model, X)
     gm = trace(how, model, X)
-    compared = Pipeline.of(COMPARE, plan=plan, qparams=qparams)(gm).graph_module
+    compared = comparing(plan, qparams, EqualizedParameters(model))(gm).graph_module
     weight, slots = model.fc.weight.detach(), plan.slots
     folded = fold_weight(weight, slots["fc.weight"].args, qparams["fc.weight"])
-    known = {"folded": folded, "errors": torch.zeros(1, 5, dtype=torch.float64)}
-    known |= qparams["fc.input"]
+    known = {"fc.weight folded": folded, "fc errors": torch.zeros(1, 5, dtype=torch.float64)}
+    known |= {f"fc.input {name}": value for name, value in qparams["fc.input"].items()}
     parameters = {"weight": weight, "bias": model.fc.bias, "x": X}
-    added = slot_inputs(compared.graph)
+    added = added_inputs(compared.graph)
     inputs = [
-        known[added[node].key]
+        known[str(added[node])]
         if node in added
         else next(value for name, value in parameters.items() if name in node.name.split("_"))
         for node in compared.graph.find_nodes(op="placeholder")
@@ -73,7 +75,7 @@ def test_sums_are_the_powers_of_signal_and_error(how: str, bias: bool) -> None:
     assert torch.equal(output if isinstance(output, torch.Tensor) else output[0], expected)
     powers = [t.double().square().sum() for t in (expected, error, X, quantized - X)]
     torch.testing.assert_close(
-        known["errors"][0], torch.stack([*powers, torch.tensor(3.0).double()])
+        known["fc errors"][0], torch.stack([*powers, torch.tensor(3.0).double()])
     )
 
 

@@ -14,7 +14,6 @@ from inlay import Calibration, Recipe
 from inlay.graph import MAIN, PaddingMask, observes
 from inlay.padding.layouts import Layouts
 from inlay.passes import (
-    FINALIZE,
     Annotate,
     CompareLayers,
     FindEqualizable,
@@ -107,7 +106,7 @@ ON_GENERATED = [
     PassSubject(FindEqualizable, after=(InlineCalls, Annotate), recipe=EQUALIZED),
     PassSubject(UseEqualized, after=SHARED),
     # It rounds otherwise, which moves what is quantized: it runs on graphs that observe alone.
-    PassSubject(SpeedUpProducts(smallest=1), after=(*SHARED, LeaveOutPadding), tolerance=1e-5),
+    PassSubject(SpeedUpProducts(smallest=1), after=(*SHARED, PruneUnobserved), tolerance=1e-5),
 ]
 
 
@@ -133,7 +132,7 @@ def documented() -> list[PassSubject]:
         PassSubject(RemoveObservers(), example=shown(ONE, STATIC, Annotate, InsertObservers)),
         PassSubject(
             LowerToKernels(qparams=QPARAMS),
-            example=Pipeline.of(FINALIZE[:-1], qparams=QPARAMS)(
+            example=Pipeline((FoldQParams(qparams=QPARAMS), RemoveObservers()))(
                 shown(ONE, STATIC, Annotate, InsertObservers)
             ).graph_module,
         ),

@@ -4,7 +4,7 @@ from graphs import STATIC, TRACERS, linear, observed, trace
 from torch import nn
 
 from inlay.errors import StatisticsError
-from inlay.graph import MAIN, PaddingMask, slot_inputs
+from inlay.graph import MAIN, PaddingMask, added_inputs
 from inlay.nodes.observe import Observe
 from inlay.padding.layouts import Layout, Layouts
 from inlay.passes import LeaveOutPadding
@@ -43,7 +43,7 @@ def test_docstring_example(how: str) -> None:
     step = leaving_out(TOKENS)
     gm = masked(how, step, torch.randn(2, 5, 4))
     assert mask_of(gm).shape == (2, 5)
-    assert TOKENS in slot_inputs(gm.graph).values()
+    assert TOKENS in added_inputs(gm.graph).values()
     assert not step(gm).modified
 
 

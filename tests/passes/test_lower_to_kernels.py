@@ -28,7 +28,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from inlay import Recipe
-from inlay.graph import slot_inputs
+from inlay.graph import added_inputs
 from inlay.nodes import kernels
 from inlay.nodes.kernels import (
     DynamicQParams,
@@ -40,7 +40,7 @@ from inlay.nodes.kernels import (
     unsupported_formats,
 )
 from inlay.nodes.quantize import fold_weight
-from inlay.passes import FINALIZE, LowerToKernels, Pipeline, kept_from_kernels
+from inlay.passes import FoldQParams, LowerToKernels, Pipeline, RemoveObservers, kept_from_kernels
 from inlay.recipe import Plan
 
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -157,7 +157,7 @@ def finalized(
     """The graph that quantizes, with constants, before and after it is lowered."""
     plan = Plan(model, recipe)
     qparams = qparams_of(plan, model, values)
-    folding = Pipeline.of(FINALIZE[:-1], qparams=qparams)
+    folding = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))
     folded = folding(observed(trace(how, model, X), plan)).graph_module
     lowered = LowerToKernels(qparams=qparams)(folded).graph_module
     # A graph that is lowered is left alone, and knows so.
@@ -176,17 +176,19 @@ def test_docstring_example() -> None:
     model = Functional(lambda self, x: self.fc(x), fc=linear())
     plan = Plan(model, STATIC)
     qparams = qparams_of(plan, model, {"fc.input": X})
-    result = Pipeline.of(FINALIZE, qparams=qparams)(observed(trace("dynamo", model, X), plan))
+    folding = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))
+    folded = folding(observed(trace("dynamo", model, X), plan)).graph_module
+    result = LowerToKernels(qparams=qparams)(folded)
     assert ops(result.graph_module) == [
         "quantize = quantize(x, …)  # by LowerToKernels",
         "integer_linear = integer_linear(quantize, fc.weight integers, dtype=torch.float32, …)"
         "  # by LowerToKernels",
         "return (integer_linear)",
     ]
-    added = {f"{i.slot}.{i.key}" for i in slot_inputs(result.graph_module.graph).values()}
+    added = set(map(str, added_inputs(result.graph_module.graph).values()))
     assert added == {
-        "fc.input.scale", "fc.input.zero_point", "fc.weight.integers", "fc.weight.scale",
-        "fc.weight.sums",
+        "fc.input scale", "fc.input zero_point", "fc.weight integers", "fc.weight scale",
+        "fc.weight sums",
     }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from inlay import Recipe
 from inlay.graph import observes, slots_of
-from inlay.passes import FINALIZE, FoldQParams, Pipeline, RemoveObservers
+from inlay.passes import FoldQParams, Pipeline, RemoveObservers
 from inlay.recipe import Plan
 
 X = torch.linspace(-1, 2, 16).reshape(4, 4)
@@ -123,7 +123,7 @@ def test_every_spelling_is_observed_and_folded(spelling: str, how: str) -> None:
     seen = {s.name: node.args[0] for node in gm.graph.nodes for s in observes(node)}
     assert seen["fc.weight"].op in ("placeholder", "get_attr")
     qparams = qparams_of(plan, model, {"fc.input": X})
-    final = Pipeline.of(FINALIZE, qparams=qparams)(gm).graph_module
+    final = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))(gm).graph_module
     bound = with_constants(final, plan, model, qparams)
     with torch.no_grad():
         (found,) = _all(bound(*inputs_for(bound, X)))
@@ -205,7 +205,7 @@ def test_the_output_of_a_module_includes_its_bias(how: str) -> None:
     (observe,) = [n for n in gm.graph.nodes if "fc.output" in {s.name for s in observes(n)}]
     assert str(observe.args[0].name).startswith("add")
     qparams = qparams_of(plan, model, {"fc.output": model.fc(X)})
-    final = Pipeline.of(FINALIZE, qparams=qparams)(gm).graph_module
+    final = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))(gm).graph_module
     bound = with_constants(final, plan, model, qparams)
     with torch.no_grad():
         (found,) = _all(bound(*inputs_for(bound, X)))
@@ -235,7 +235,7 @@ def test_what_is_added_to_a_product_is_not_quantized(how: str) -> None:
     plan = Plan(model, STATIC)
     gm = observed(trace(how, model, X), plan)
     qparams = qparams_of(plan, model, {"fc.input": X})
-    final = Pipeline.of(FINALIZE, qparams=qparams)(gm).graph_module
+    final = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))(gm).graph_module
     bound = with_constants(final, plan, model, qparams)
     with torch.no_grad():
         (found,) = _all(bound(*inputs_for(bound, X)))

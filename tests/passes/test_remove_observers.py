@@ -3,7 +3,7 @@ import torch
 from graphs import STATIC, TRACERS, Functional, linear, observed, ops, trace
 
 from inlay.errors import GraphError
-from inlay.graph import slot_inputs
+from inlay.graph import added_inputs
 from inlay.passes import RemoveObservers
 from inlay.recipe import Plan
 
@@ -19,7 +19,7 @@ def test_docstring_example_is_insert_undone(how: str) -> None:
     assert result.modified
     assert ops(result.graph_module) == ops(gm)
     assert result.graph_module.code == gm.code
-    assert not slot_inputs(result.graph_module.graph)
+    assert not added_inputs(result.graph_module.graph)
 
 
 def test_second_run_changes_nothing_and_the_input_is_left_alone() -> None:

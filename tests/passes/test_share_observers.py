@@ -2,7 +2,7 @@ import torch
 from graphs import STATIC, Functional, linear, observed, ops, targets, trace
 
 from inlay import Recipe
-from inlay.graph import observes, slot_inputs
+from inlay.graph import added_inputs, observes
 from inlay.nodes.observe import Observe
 from inlay.passes import ShareObservers
 from inlay.recipe import Plan
@@ -27,7 +27,7 @@ def test_docstring_example() -> None:
     gm = shared(lambda self, x: (self.q(x), self.k(x)))
     assert groups(gm) == [["q.input", "k.input"]]
     assert targets(gm) == ["observe_weight", "observe", "linear", "observe_weight", "linear"]
-    assert {i.slot for i in slot_inputs(gm.graph).values()} == {"q.input"}
+    assert {i.slot for i in added_inputs(gm.graph).values()} == {"q.input"}
 
 
 def test_other_values_are_not_shared() -> None:

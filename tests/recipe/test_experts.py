@@ -250,7 +250,7 @@ def test_transformers_loads_what_the_graph_has(family: Any, name: str, tmp_path:
     lost = float((expected - model(**one).logits).abs().max())
     assert float((found - expected).abs().max()) < 0.5 * lost
     for stack_name in calibration.plan.stacks:
-        folded = calibration.weights.folded(stack_name, calibration.qparams)
+        folded = calibration.graphs.bindings.weights.folded(stack_name, calibration.qparams)
         assert torch.equal(loaded.get_parameter(stack_name), folded), stack_name
 
 

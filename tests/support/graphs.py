@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from inlay.graph import SlotInput, bind, format_graph, slot_inputs
+from inlay.graph import GraphInput, QParamOf, added_inputs, bind, format_graph
 from inlay.observers import QParamsDict
 from inlay.passes import Annotate, InsertObservers, Pass, Pipeline, ShareObservers
 from inlay.recipe import Plan
@@ -64,14 +64,14 @@ def with_constants(
 ) -> GraphModule:
     """A folded graph with its scales and folded weights as constants."""
 
-    def constant(what: SlotInput) -> torch.Tensor:
-        if what.key in qparams[what.slot]:
-            return qparams[what.slot][what.key]
+    def constant(what: GraphInput) -> torch.Tensor:
+        if isinstance(what, QParamOf):
+            return qparams[what.slot][what.name]
         slot = plan.slots[what.slot]
         weight = model.get_submodule(slot.module).weight
-        return constant_of(weight, slot.args, qparams[slot.name], what.key)
+        return constant_of(what, weight, slot.args, qparams[slot.name])
 
-    return bind(gm, {what: constant(what) for what in slot_inputs(gm.graph).values()})
+    return bind(gm, {what: constant(what) for what in added_inputs(gm.graph).values()})
 
 
 def ops(gm: GraphModule) -> list[str]:

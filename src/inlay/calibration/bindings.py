@@ -9,12 +9,20 @@ from torch.fx import GraphModule
 
 from inlay.equalization.equalization import Equalization
 from inlay.graph import (
+    EqualizedOf,
+    ErrorSums,
+    GraphInput,
+    IntegersOf,
+    IntegerSumsOf,
     PaddingMask,
+    QParamOf,
+    StatisticOf,
+    WeightOf,
+    added_inputs,
     bind,
     fake_value,
     inputs_of,
     observes,
-    slot_inputs,
     tensor_of,
 )
 from inlay.nodes.compare_layer import POWERS
@@ -25,7 +33,7 @@ from inlay.recipe import Slot
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.steps.weights import Weights
 
-__all__ = ["Bindings", "GivenInput", "given_inputs"]
+__all__ = ["Bindings", "GivenInputs"]
 
 
 class Bindings:
@@ -54,128 +62,125 @@ class Bindings:
         weights = self.weights.with_own_cache()
         return Bindings(self.statistics, weights, self.equalization, self.padding)
 
-    def errors_of(self, slot: Slot, device: torch.device | None) -> torch.Tensor:
+    def errors_of(self, module: str, device: torch.device | None) -> torch.Tensor:
         """Return the sums that compare nodes of a module or stack add to, a row for each weight."""
-        if slot.module not in self._error_sums:
-            views = self.statistics.plan.weights_of(slot.module)
+        if module not in self._error_sums:
+            views = self.statistics.plan.weights_of(module)
             sums = torch.zeros(len(views), len(POWERS), dtype=torch.float64, device=device)
-            self._error_sums[slot.module] = sums
+            self._error_sums[module] = sums
             modules = (view.module for view in views)
             self.layer_errors.update(zip(modules, sums, strict=True))
-        return self._error_sums[slot.module]
+        return self._error_sums[module]
 
-    def quantized_value(self, slot: Slot, key: str) -> torch.Tensor:
-        """Return a qparam of a slot, or its weight: folded, as integers, or the sums of these."""
-        qparams, plan = self.statistics.qparams, self.statistics.plan
-        assert qparams is not None
-        if key == "folded":
-            return self.weights.folded(slot.module, qparams)
-        if key in ("integers", "sums"):
-            integers = self.weights.integers(plan.weights[slot.module], qparams)
-            return integers if key == "integers" else column_sums(integers)
-        value = plan.used_by_op(slot, qparams)[key]
+    def qparam(self, slot: Slot, name: str) -> torch.Tensor:
+        """Return a qparam of a slot, or of all weights of a stack."""
+        assert self.statistics.qparams is not None
+        value = self.statistics.plan.used_by_op(slot, self.statistics.qparams)[name]
         assert isinstance(value, torch.Tensor)
         return value
 
+    def folded(self, slot: Slot) -> torch.Tensor:
+        """Return the weight of a slot, or all weights of a stack, quantized."""
+        assert self.statistics.qparams is not None
+        return self.weights.folded(slot.module, self.statistics.qparams)
+
+    def integers(self, slot: Slot) -> torch.Tensor:
+        """Return the weight of a slot as integers."""
+        plan, qparams = self.statistics.plan, self.statistics.qparams
+        assert qparams is not None
+        return self.weights.integers(plan.weights[slot.module], qparams)
+
     def bound(self, gm: GraphModule) -> GraphModule:
-        """A finalized graph with its scales and weights as constants."""
-        plan, equalized = self.statistics.plan, self.weights.equalized
-        constants = {
-            what: (
-                equalized.named(what.slot)
-                if what.key == "equalized"
-                else self.quantized_value(plan.slot_named(what.slot), what.key)
-            )
-            for what in slot_inputs(gm.graph).values()
-        }
-        return bind(gm, constants)
+        """Return a finalized graph with its scales and weights as constants."""
+        given = GivenInputs.of(gm, self)
+        found = zip(given.inputs, given.resolve(self, {}), strict=True)
+        return bind(gm, {what: value for what, value in found if isinstance(value, torch.Tensor)})
 
 
-@dataclass(frozen=True)
-class GivenInput:
-    """An input that a pass added to a graph, such as one of the statistics of slots, or a qparam.
+@dataclass(frozen=True, kw_only=True)
+class GivenInputs:
+    """The inputs that passes added to a graph, and what they are resolved with.
 
-    :param slots: as they were traced
-    :param observe: what observes them; None for a qparam or a folded weight
-    :param position: of the parameter among the inputs whose equalized copy this is
-    :param mask: which padding mask it is, if it is one
+    :param inputs: in the order of the graph, with their devices
+    :param observers: what observes which slots, by the first of them
+    :param positions: of parameters among the inputs of the model, by name
     """
 
-    key: str
-    slots: tuple[Slot, ...]
-    observe: Observe | None
-    device: torch.device | None
-    position: int | None = None
-    mask: PaddingMask | None = None
+    inputs: Mapping[GraphInput, torch.device | None]
+    observers: Mapping[str, tuple[tuple[Slot, ...], Observe]]
+    positions: Mapping[str | None, int]
 
-    def tensor(
-        self,
-        bindings: Bindings,
-        names: dict[str, str],
-        args: Sequence[Any],
-        observers: dict[str, Mapping[str, torch.Tensor]],
-    ) -> torch.Tensor | PaddingMask:
-        """Return the tensor to pass, or which mask, as each batch has its own.
+    @classmethod
+    def of(cls, gm: GraphModule, bindings: Bindings) -> "GivenInputs":
+        equalized = bindings.weights.equalized
+        return cls(
+            inputs={
+                what: getattr(fake_value(node), "device", None)
+                for node, what in added_inputs(gm.graph).items()
+            },
+            observers={
+                slots[0].name: (slots, node.target)
+                for node in gm.graph.nodes
+                if isinstance(node.target, Observe) and (slots := observes(node))
+            },
+            positions={
+                equalized.name_of(tensor_of(gm, node)): position
+                for position, node in enumerate(inputs_of(gm.graph))
+            },
+        )
+
+    def resolve(
+        self, bindings: Bindings, names: Mapping[str, str], args: Sequence[Any] | None = None
+    ) -> list[torch.Tensor | PaddingMask]:
+        """Return the tensors to pass. Masks stay, because each batch has its own.
 
         :param names: from modules as they were traced to those that the graph is called for
-        :param args: what the graph is called with
-        :param observers: inputs of observers that were asked for before; each has several
+        :param args: what the graph is called with; None for the parameters it was traced with
         """
-        if self.mask is not None:
-            return self.mask
-        if self.position is not None:
-            return bindings.weights.equalized.of(args[self.position])
-        if self.observe is not None and self.slots[0].name in observers:
-            return observers[self.slots[0].name][self.key]
-        slots = [_renamed(slot, names) for slot in self.slots]
-        if self.key == "errors":
-            return bindings.errors_of(slots[0], self.device)
-        if self.observe is None:
-            return bindings.quantized_value(slots[0], self.key)
-        inputs = observers[self.slots[0].name] = self._inputs(bindings, slots)
-        return inputs[self.key]
+        observing: dict[str, Mapping[str, torch.Tensor]] = {}  # each observer has several inputs
+        slot_named, equalized = bindings.statistics.plan.slot_named, bindings.weights.equalized
+        found: list[torch.Tensor | PaddingMask] = []
+        for what, device in self.inputs.items():
+            match what:
+                case PaddingMask():
+                    found.append(what)
+                case EqualizedOf(name) if args is None:
+                    found.append(equalized.named(name))
+                case EqualizedOf(name):
+                    assert args is not None
+                    found.append(equalized.of(args[self.positions[name]]))
+                case StatisticOf(slot, name):
+                    if slot not in observing:
+                        observing[slot] = self._of_observer(bindings, slot, names, device)
+                    found.append(observing[slot][name])
+                case QParamOf(slot, name):
+                    found.append(bindings.qparam(_renamed(slot_named(slot), names), name))
+                case WeightOf(slot):
+                    found.append(bindings.folded(_renamed(slot_named(slot), names)))
+                case IntegersOf(slot):
+                    found.append(bindings.integers(_renamed(slot_named(slot), names)))
+                case IntegerSumsOf(slot):
+                    integers = bindings.integers(_renamed(slot_named(slot), names))
+                    found.append(column_sums(integers))
+                case ErrorSums(module):
+                    found.append(bindings.errors_of(names.get(module, module), device))
+        return found
 
-    def _inputs(self, bindings: Bindings, slots: Sequence[Slot]) -> Mapping[str, torch.Tensor]:
-        """What the observer of these slots takes besides the value, by name."""
-        assert self.observe is not None
-        assert self.device is not None  # statistics are tensors
-        specs = None if self.observe.is_opaque else self.observe.specs
-        known = bindings.statistics
-        rule, in_graph = self.observe.rule, self.observe.in_graph
-        if self.observe.groups is not None:
-            grouped = known.grouped_entry(slots, rule, specs, self.device)
-            return grouped.inputs(in_graph=in_graph)
-        return known.entry(slots, rule, specs, self.device).inputs()
-
-
-def given_inputs(gm: GraphModule, bindings: Bindings) -> list[GivenInput]:
-    """The inputs that passes added to a graph, in order."""
-    plan, equalized = bindings.statistics.plan, bindings.weights.equalized
-    positions = {
-        equalized.name_of(tensor_of(gm, node)): position
-        for position, node in enumerate(inputs_of(gm.graph))
-    }
-    observers: dict[str, tuple[tuple[Slot, ...], Observe]] = {}
-    for node in gm.graph.nodes:
-        if isinstance(node.target, Observe):
-            slots = observes(node)
-            observers[slots[0].name] = (slots, node.target)
-    result = []
-    for node, what in slot_inputs(gm.graph).items():
-        if isinstance(what, PaddingMask):
-            result.append(GivenInput(what.key, (), None, None, mask=what))
-            continue
-        if what.key == "equalized":
-            result.append(GivenInput(what.key, (), None, None, positions[what.slot]))
-            continue
-        slots, observe = observers.get(what.slot, ((), None))
-        slots = slots or (plan.slot_named(what.slot),)
-        device = getattr(fake_value(node), "device", None)
-        result.append(GivenInput(what.key, slots, observe, device))
-    return result
+    def _of_observer(
+        self, bindings: Bindings, slot: str, names: Mapping[str, str], device: torch.device | None
+    ) -> Mapping[str, torch.Tensor]:
+        """Return what the observer of a slot takes besides the value, by name."""
+        traced, observe = self.observers[slot]
+        slots = [_renamed(each, names) for each in traced]
+        specs = None if observe.is_opaque else observe.specs
+        assert device is not None, "statistics are tensors"
+        if observe.groups is not None:
+            grouped = bindings.statistics.grouped_entry(slots, observe.rule, specs, device)
+            return grouped.inputs(in_graph=observe.in_graph)
+        return bindings.statistics.entry(slots, observe.rule, specs, device).inputs()
 
 
-def _renamed(slot: Slot, names: dict[str, str]) -> Slot:
+def _renamed(slot: Slot, names: Mapping[str, str]) -> Slot:
     """The slot of the module that takes this one's place in the graph."""
     if slot.module in names:
         return slot.moved_to(names[slot.module])

@@ -1,9 +1,8 @@
 """Calibration: observe a model while it runs, then let it run quantized."""
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ from torch.fx import GraphModule
 
 from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
-from inlay.calibration.compiled_graph import CompiledGraph
-from inlay.calibration.decision import Auto, Savings
-from inlay.calibration.explain import explain, kernels_in_words, padding_problem
-from inlay.calibration.pipelines import Pipelines
-from inlay.calibration.running import Rerun, evaluating, run_apart, run_for_statistics, running
-from inlay.calibration.tracing import Strategies, by_name, without_cache
+from inlay.calibration.decision import Auto
+from inlay.calibration.explain import explain
+from inlay.calibration.graph_store import GraphStore
+from inlay.calibration.phase import Phase
+from inlay.calibration.pipelines import quantizing
+from inlay.calibration.rerun import Rerun
+from inlay.calibration.tracing.running import evaluating
 from inlay.collectives import from_all_ranks
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
@@ -77,23 +77,19 @@ class Calibration:
         self.data_seen = DataSeen()
         self.data_parts: tuple[DataSeen, ...] = ()  # what each rank has seen, once it is finalized
         self.last_batch = 0  # the number of the last batch of this rank, among those of all
-        self.count_padding = count_padding
         self.show_progress = progress
-        self.agreement: Agreement | None = None  # of the traced model with the eager one
         self.equalization = Equalization(model, self.plan)
         self.compensations: dict[str, Compensation] = {}  # what GPTQ gained, by module
         weights = Weights(model, self.plan, self.equalization.parameters)
         self.padding = Padding(lambda: self.model, self.plan)
-        self._bindings = Bindings(self.statistics, weights, self.equalization, self.padding)
-        pipelines = Pipelines(plan=self.plan, prepare=passes, count_padding=count_padding)
-        self.auto = Auto(Savings.of(self.plan, weights.of_module), is_asked=compiler == AUTO)
-        self._observing, self._parts = (
-            Backend(self._bindings, each, compiler=compiler, auto=self.auto)
-            for each in (replace(pipelines, outputs=False), pipelines)
+        bindings = Bindings(self.statistics, weights, self.equalization, self.padding)
+        self.graphs = GraphStore(
+            lambda: self.model,
+            bindings,
+            compiler=compiler,
+            passes=passes,
+            count_padding=count_padding,
         )
-        asked = "inductor" if compiler == AUTO else compiler  # `torch.compile` asks for a compiler
-        self._backend = Backend(self._bindings, pipelines, compiler=asked)
-        self._graphs_run: Strategies | None = None
 
     @classmethod
     def from_statistics(
@@ -118,7 +114,7 @@ class Calibration:
         calibration.equalization.restore(stored)
         calibration.statistics.is_second_run = calibration.equalization.is_settled
         calibration.data_seen = stored.data_seen
-        calibration.auto.restore(stored.decision)
+        calibration.graphs.auto.restore(stored.decision)
         return calibration
 
     def forget_data(self) -> None:
@@ -140,13 +136,13 @@ class Calibration:
             scales={name: scales.values for name, scales in settled.items()},
             strengths={name: scales.strength for name, scales in settled.items()},
             weights=fingerprints(weights_in(self.model)),
-            decision=self.auto.stored(),
+            decision=self.graphs.auto.stored(),
         )
 
     @property
     def backend(self) -> Backend:
         """The backend for `torch.compile`: outputs stay as they are, and are observed."""
-        return self._backend
+        return self.graphs.backend
 
     @property
     def qparams(self) -> dict[str, QParamsDict] | None:
@@ -159,16 +155,8 @@ class Calibration:
             raise ConfigurationError(
                 "the calibration is finalized; make a new one to observe more batches"
             )
-        self.auto.decide_by([*args, *kwargs.values()])
-        self._run_graphs(*args, **kwargs)
-
-    def _run_graphs(self, *args: Any, **kwargs: Any) -> Any:
-        if self._graphs_run is None:
-            self._graphs_run = run_for_statistics(self.model, self._observing, self._parts)
-        args, given = by_name(self.model, args, without_cache(self.model, kwargs))
-        final, counts = self.statistics.is_final, self.count_padding
-        with running(), self.padding.of_batch(given, counts=counts, compares=final):
-            return self._graphs_run(*args, **given)
+        self.graphs.auto.decide_by([*args, *kwargs.values()])
+        self.graphs.run(*args, **kwargs)
 
     @property
     def needs_second_run(self) -> bool:
@@ -193,75 +181,57 @@ class Calibration:
         self.statistics.is_second_run = self.equalization.is_settled = True
         self.data_seen = DataSeen()
 
-    @contextmanager
-    def observing_equalized(self) -> Iterator[None]:
-        """Observe only equalized inputs while this is entered, for batches that run in stages."""
-        self.statistics.is_second_run = True
-        try:
-            yield
-        finally:
-            self.statistics.is_second_run = False
+    def observing_equalized(self) -> AbstractContextManager[None]:
+        return self.graphs.running(Phase.OBSERVE_EQUALIZED)
 
     def forget_equalized_copies(self) -> None:
-        """Drop the copies of scaled parameters; they are made again when they are needed."""
-        for graph in self._observing.graphs:
-            graph.unbind()
-        self.equalization.parameters.forget_copies()
+        self.graphs.forget_equalized_copies()
 
     def expect(self, batches: int) -> None:
         """Say before the first batch how many will come, so that "auto" compiles for many."""
-        self.auto.expected = batches
+        self.graphs.auto.expected = batches
 
     @property
     def tracing(self) -> list[str]:
-        """The tracing strategy of `observe`, and why faster ones were given up."""
-        return [] if self._graphs_run is None else self._graphs_run.described()
+        return self.graphs.tracing
+
+    @property
+    def auto(self) -> Auto:
+        return self.graphs.auto
+
+    @property
+    def agreement(self) -> Agreement | None:
+        return self.graphs.agreement
+
+    @agreement.setter
+    def agreement(self, agreement: Agreement | None) -> None:
+        self.graphs.agreement = agreement
+
+    @property
+    def count_padding(self) -> bool:
+        return self.graphs.count_padding
 
     @property
     def tiers(self) -> list[str]:
-        """How the model runs, and why, if that was left to "auto"."""
         return self.auto.described()
 
     @property
     def tier(self) -> str:
-        """How the model runs, in a word, if that was left to "auto"."""
         return str(self.auto)
 
     @property
     def compilations(self) -> int:
-        """How many graphs were traced and pieces of them compiled so far."""
-        return len(self.graphs) + self.auto.compilations
+        return self.graphs.compilations
 
     def run(self, batch: Any) -> None:
         """Observe a batch: keyword arguments of the model by name, or positional ones."""
         _call(self.observe, batch)
 
-    @property
-    def graphs(self) -> list[CompiledGraph]:
-        """All graphs that were compiled so far."""
-        return [*self._backend.graphs, *self._observing.graphs, *self._parts.graphs]
-
     def run_in_stages(self, arrange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Run the model block by block under an external driver, as streaming does.
+        self.graphs.run_in_stages(arrange)
 
-        From then on, `observe` traces a batch if needed and calls what `arrange` returned.
-
-        :param arrange: takes the graph around the blocks, whose calls of blocks are nodes
-        :raises ConfigurationError: if the model has no blocks
-        """
-        self._graphs_run = run_apart(self.model, self._observing)
-        self._observing.arrange = arrange
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Trace and prepare blocks, observing nothing: a call of one raises RehearsedError."""
-        before = self.statistics.snapshot()
-        self._observing.is_rehearsing = True
-        try:
-            yield
-        finally:
-            self._observing.is_rehearsing = False
-            self._observing.rewind(before)
+    def rehearsing(self) -> AbstractContextManager[None]:
+        return self.graphs.rehearsing()
 
     @property
     def model(self) -> nn.Module:
@@ -305,15 +275,14 @@ class Calibration:
     @property
     def weights(self) -> Weights:
         """The weights of quantized modules: plain, equalized, compensated or folded."""
-        return self._bindings.weights
+        return self.graphs.bindings.weights
 
     def _finalize(self, accept: Collection[str]) -> None:
         accepted = known_words(accept)
         found = run_steps(self.finalizing(plan=self.plan, accept=accepted, equalize=self._equalize))
         self.statistics.qparams, self.statistics.accepted = found.qparams, accepted
         self.compensations = found.compensations
-        for graph in self.graphs:
-            graph.unbind()  # from statistics that were dropped
+        self.graphs.unbind()  # from statistics that were dropped
         self.data_parts = tuple(from_all_ranks(self.data_seen))
         self.data_seen = DataSeen.of_all(self.data_parts)
 
@@ -323,16 +292,7 @@ class Calibration:
         self.equalization.apply(self.statistics)
 
     def require_padding_left_out(self) -> None:
-        """Refuse to go on if graphs could not tell the padding of a batch from data.
-
-        :raises StatisticsError: if an observer, or the model, has no way to leave padding out
-        """
-        problem = None if self.count_padding else padding_problem(self.graphs)
-        if problem is not None:
-            raise StatisticsError(
-                f"the batch has padding, {problem}; use batch_size=1, or count it with "
-                "count_padding=True"
-            )
+        self.graphs.require_padding_left_out()
 
     def quantized_module(self, *args: Any, **kwargs: Any) -> GraphModule:
         """The finalized model as a module of its own, with scales and weights as constants.
@@ -344,23 +304,11 @@ class Calibration:
         with evaluating(self.model):
             gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
         assert isinstance(gm, GraphModule)
-        equalized = self.equalization.parameters
-        quantizing = self._backend.pipelines.quantizing(self.statistics.qparams, equalized)
-        return self._bindings.bound(quantizing(gm).graph_module)
+        pipeline = quantizing(self.plan, self.statistics.qparams, self.equalization.parameters)
+        return self.graphs.bindings.bound(pipeline(gm).graph_module)
 
-    @contextmanager
-    def rerun(self) -> Iterator[Rerun]:
-        """Give the outputs of batches from the finalized graphs, keeping nothing afterwards."""
-        rerun = Rerun(
-            run=lambda batch: _call(self._run_graphs, batch),
-            backends=(self._observing, self._parts),
-            bindings=self._bindings.with_own_weights(),
-            pipelines=self._backend.pipelines,
-        )
-        try:
-            yield rerun
-        finally:
-            rerun.forget()
+    def rerun(self) -> AbstractContextManager[Rerun]:
+        return self.graphs.rerun()
 
     def save(
         self,
@@ -391,9 +339,7 @@ class Calibration:
 
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
-        running = [*self.tracing, *self.tiers, *kernels_in_words(self._backend)]
-        equalized = self.equalization.described()
-        return explain(self.statistics, self.graphs, running, equalized, self.agreement)
+        return explain(self.statistics, self.graphs, self.equalization.described())
 
 
 def _call(run: Callable[..., Any], batch: Any) -> Any:

@@ -2,7 +2,8 @@
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,14 +13,13 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from inlay.calibration.bindings import Bindings, GivenInput, given_inputs
-from inlay.calibration.blocks import Block, BlockCall, call_block, is_block_call
-from inlay.calibration.pipelines import Pipelines, Purpose
-from inlay.calibration.tracing import Dropped
+from inlay.calibration.bindings import GivenInputs
+from inlay.calibration.phase import Phase
+from inlay.calibration.tracing.blocks import Block, BlockCall, call_block, is_block_call
+from inlay.calibration.tracing.strategies import Dropped
 from inlay.graph import (
     Lookup,
     PaddingMask,
-    Pipeline,
     Source,
     called_path,
     calls_outlined,
@@ -35,11 +35,12 @@ from inlay.graph import (
 )
 from inlay.nodes.call_body import CallBody
 from inlay.padding.layouts import Layouts
-from inlay.passes import InlineCalls
-from inlay.recipe import Locate
+from inlay.passes import InlineCalls, OutlineRepeats
+from inlay.recipe import Locate, Plan
 
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
+    from inlay.calibration.graph_store import GraphStore
 
 __all__ = ["CompiledGraph", "RehearsedError", "Variant", "compile_bodies"]
 
@@ -64,7 +65,7 @@ class Variant:
     graph_module: GraphModule
     run: Callable[..., Any]
     modules: tuple[str | None, ...]
-    inputs: tuple[GivenInput, ...]
+    inputs: GivenInputs
 
 
 class CompiledGraph:
@@ -101,22 +102,35 @@ class CompiledGraph:
         named = ((_ARGUMENT.match(node.name), n) for n, node in enumerate(inputs_of(gm.graph)))
         self._arguments = {match.group(1): n for match, n in named if match is not None}
         self.variants: dict[Any, Variant] = {}
-        self._bound: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
+        bound: dict[Any, tuple[Callable[..., Any], list[Any]]] = {}
+        self._bound = bound
+        # Compiled code may outlive the calibration, whose tensors go with it.
+        self._end = weakref.ref(backend.store, lambda _: bound.clear())
+
+    @property
+    def store(self) -> "GraphStore":
+        return self.backend.store
 
     def __call__(self, *args: Any) -> Any:
         with self.knowing_padding(args):
             run, tensors = self.bind(args)
-            if self.is_body and self.backend.is_rehearsing:
+            if self.is_body and self.store.is_rehearsing:
                 raise RehearsedError
             results = run(*args, *self._of_batch(tensors))
-        wanted = self.is_body or self.backend.pipelines.outputs
-        return results if wanted else tuple(Dropped() for _ in range(self.num_outputs))
+        if self._keeps_outputs:
+            return results
+        return tuple(Dropped() for _ in range(self.num_outputs))
+
+    @property
+    def _keeps_outputs(self) -> bool:
+        # The next block reads what a block gives, whether or not the caller does.
+        return self.is_body or self.backend.keeps_outputs
 
     def knowing_padding(self, args: Sequence[Any]) -> AbstractContextManager[None]:
         """Find the padding of a batch in what the graph is called with, unless it is known."""
-        bindings, pipelines = self.backend.bindings, self.backend.pipelines
-        is_known = bindings.padding.is_known or pipelines.count_padding or self.is_body
-        if is_known or bindings.statistics.is_final:
+        bindings = self.store.bindings
+        is_known = bindings.padding.is_known or self.store.count_padding or self.is_body
+        if is_known or not self.store.phase.observes:
             return nullcontext()
         given = {name: args[position] for name, position in self._arguments.items()}
         observes = bindings.statistics.plan.observes_in(self.modules(args))
@@ -124,7 +138,7 @@ class CompiledGraph:
 
     def _of_batch(self, tensors: list[Any]) -> list[Any]:
         """Put the masks of the batch that runs in their places."""
-        padding = self.backend.bindings.padding.current
+        padding = self.store.bindings.padding.current
         if padding is None:
             return tensors
         return [padding.mask(t) if isinstance(t, PaddingMask) else t for t in tensors]
@@ -132,16 +146,9 @@ class CompiledGraph:
     @property
     def _layouts(self) -> Layouts | None:
         """Where values have the tokens of this batch, if padding is left out of something."""
-        bindings, pipelines = self.backend.bindings, self.backend.pipelines
-        padding = bindings.padding.current
-        is_needed = pipelines.compare_layers or not bindings.statistics.is_final
+        padding, phase = self.store.bindings.padding.current, self.store.phase
+        is_needed = phase.observes or phase is Phase.COMPARE
         return padding.layouts if padding is not None and is_needed else None
-
-    @property
-    def _pipelines(self) -> Pipelines:
-        # The next block reads what a block gives, whether or not the caller does.
-        pipelines = self.backend.pipelines
-        return replace(pipelines, outputs=True) if self.is_body else pipelines
 
     def _with_bodies(self, gm: GraphModule) -> GraphModule:
         """Let blocks, and graphs that are called more than once, run as graphs of their own."""
@@ -168,7 +175,7 @@ class CompiledGraph:
             block = Block.of(handle)
             given = map_arg([args, kwargs], fake_value)
             run = BlockCall.like(block, given, fake_value(call))
-            observes = block.observes(self.backend.bindings.statistics.plan)
+            observes = block.observes(self._plan)
             call.target = CallBody(run, observes=observes)
             call.args = (args, kwargs)
 
@@ -176,32 +183,29 @@ class CompiledGraph:
         """Let go of statistics and folded weights."""
         self._bound.clear()
 
-    def serves(self, purpose: Purpose) -> bool:
-        """Whether the graph was turned into something for a purpose."""
-        return any(key[0] == purpose for key in self.variants)
+    def serves(self, phase: Phase) -> bool:
+        """Return whether the graph was prepared for a phase."""
+        return any(key[0] is phase for key in self.variants)
 
-    def forget(self, purpose: Purpose) -> None:
-        """Drop what the graph was turned into for a purpose."""
+    def forget(self, phases: Collection[Phase]) -> None:
+        """Drop what the graph was prepared for in these phases."""
         self.unbind()
-        self.variants = {key: v for key, v in self.variants.items() if key[0] != purpose}
+        self.variants = {key: v for key, v in self.variants.items() if key[0] not in phases}
 
     def bind(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         """The compiled graph for these weights, and the statistics or qparams of their slots."""
-        bindings = self.backend.bindings
-        statistics = bindings.statistics
-        purpose = self.backend.pipelines.purpose
+        bindings, phase, root = self.store.bindings, self.store.phase, self.store.root
         parameters = (id(args[position]) for position in self._known_by(args))
         # Layouts live as long as the calibration.
         of_batch = id(self._layouts)
-        key = (purpose, statistics.phase, self.backend.root, of_batch, *parameters)
+        key = (phase, root, of_batch, *parameters)
         bound = self._bound.get(key)
         if bound is None:
             modules = self.modules(args)
-            statistics.unrecognised.update(self._called(args) - set(modules))
-            variant = self._variant(bindings, modules, args)
+            bindings.statistics.unrecognised.update(self._called(args) - set(modules))
+            variant = self._variant(modules, args)
             names = _renaming(variant.modules, modules)
-            observers: dict[str, Mapping[str, torch.Tensor]] = {}
-            tensors = [given.tensor(bindings, names, args, observers) for given in variant.inputs]
+            tensors = variant.inputs.resolve(bindings, names, args)
             bound = self._bound[key] = (variant.run, tensors)
             found = equalizable(variant.graph_module)
             if found is not None:
@@ -210,7 +214,7 @@ class CompiledGraph:
 
     def _known_by(self, args: Sequence[Any]) -> list[int]:
         """Positions of the arguments that tell for which modules the graph is called."""
-        plan = self.backend.bindings.statistics.plan
+        plan = self._plan
         if plan.recipe.equalize is None and not plan.shares_weights:
             return [position for position, _, _ in self._weights]
         # Equalization also scales norms and biases, and these tell modules with one weight apart.
@@ -220,26 +224,24 @@ class CompiledGraph:
             ]
         return self._parameters
 
-    def _variant(
-        self, bindings: Bindings, modules: tuple[str | None, ...], args: Sequence[Any]
-    ) -> Variant:
+    def _variant(self, modules: tuple[str | None, ...], args: Sequence[Any]) -> Variant:
+        bindings, phase = self.store.bindings, self.store.phase
         statistics = bindings.statistics
-        purpose = self.backend.pipelines.purpose
-        key: tuple[Any, ...] = purpose, statistics.phase, *map(statistics.signature, modules)
+        key: tuple[Any, ...] = phase, *map(statistics.signature, modules)
         if self._layouts is not None:
             slots = map(statistics.plan.slots_at, modules)
             key = (*key, self._layouts.masked, *map(self._layouts.signature, slots))
-        if statistics.is_final or statistics.is_second_run:
+        if phase not in (Phase.OBSERVE, Phase.PLAIN):
             key = (*key, *map(bindings.weights.equalized.is_changed, args))
         if key not in self.variants:
-            gm = label_inputs(self.gm, args, self.backend.root)
+            gm = label_inputs(self.gm, args, self.store.root)
             self._bind_bodies(gm, args)
-            self.variants[key] = self._compile(bindings, gm, modules)
+            self.variants[key] = self._compile(gm, modules)
         return self.variants[key]
 
     def _bind_bodies(self, gm: GraphModule, args: Sequence[Any]) -> None:
         """Prepare bodies for the weights of their calls, and note which of them observe."""
-        plan = self.backend.bindings.statistics.plan
+        plan = self._plan
         given = dict(zip(inputs_of(gm.graph), args, strict=True))
         for node in gm.graph.nodes:
             if not isinstance(node.target, CallBody):
@@ -254,9 +256,13 @@ class CompiledGraph:
             body.bind(operands)
             node.target = replace(node.target, observes=plan.observes_in(body.modules(operands)))
 
+    @property
+    def _plan(self) -> Plan:
+        return self.store.bindings.statistics.plan
+
     def modules(self, args: Sequence[Any]) -> tuple[str | None, ...]:
         """The modules whose weights are among the arguments."""
-        plan, located = self.backend.bindings.statistics.plan, self._locator(args)
+        plan, located = self._plan, self._locator(args)
         return tuple(
             plan.owner(args[position], kind, path and located(path))
             for position, kind, path in self._weights
@@ -264,7 +270,7 @@ class CompiledGraph:
 
     def _called(self, args: Sequence[Any]) -> set[str]:
         """Return the quantized modules with a weight that ran, matched or not."""
-        plan, located = self.backend.bindings.statistics.plan, self._locator(args)
+        plan, located = self._plan, self._locator(args)
         return {
             name
             for name in map(located, self._paths)
@@ -274,32 +280,23 @@ class CompiledGraph:
     def _locator(self, args: Sequence[Any]) -> Locate:
         reads = ((path, args[position]) for path, position in self._reads)
         tensors = ((path, arg) for path, arg in reads if isinstance(arg, torch.Tensor))
-        return self.backend.bindings.statistics.plan.locator(tensors, self.backend.root)
+        return self._plan.locator(tensors, self.store.root)
 
-    def _compile(
-        self, bindings: Bindings, gm: GraphModule, modules: tuple[str | None, ...]
-    ) -> Variant:
-        pipelines, qparams = self._pipelines, bindings.statistics.qparams
-        equalized, layouts = bindings.weights.equalized, self._layouts
-        if pipelines.plain:
-            whole = Pipeline(())
-        elif qparams is not None:
-            whole = pipelines.quantizing(qparams, equalized, layouts)
-        elif bindings.statistics.is_second_run:
-            whole = pipelines.observing_equalized(layouts, equalized)
-        else:
-            whole = pipelines.observing(layouts)
+    def _compile(self, gm: GraphModule, modules: tuple[str | None, ...]) -> Variant:
+        bindings = self.store.bindings
+        pipeline = self.store.pipeline(
+            self._layouts, outputs=self._keeps_outputs, kernels=self.backend.uses_kernels
+        )
         # The whole graph is kept for people to read; outlined bodies are for the compiler.
         with bindings.padding.noting_problems():
-            prepared = whole(gm).graph_module
-        outlined = pipelines.cutting()(prepared).graph_module
+            prepared = pipeline(gm).graph_module
+        outlined = OutlineRepeats()(prepared).graph_module
         is_around = any(map(is_block_call, prepared.graph.nodes))
         compiler = self.backend.compile_around if is_around else self.backend.compile
         run = compile_bodies(outlined, compiler)
-        if self.backend.arrange is not None and not self.is_body:
-            run = self.backend.arrange(run)
-        inputs = given_inputs(prepared, bindings)
-        return Variant(prepared, run, modules, tuple(inputs))
+        if self.store.arrange is not None and not self.is_body:
+            run = self.store.arrange(run)
+        return Variant(prepared, run, modules, GivenInputs.of(prepared, bindings))
 
 
 def compile_bodies(gm: GraphModule, compiler: Compiler) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
 from inlay.calibration.compiled_graph import CompiledGraph
+from inlay.calibration.phase import Phase
 from inlay.graph import (
     EnclosedSlot,
     enclosed_slots,
@@ -22,24 +23,18 @@ from inlay.nodes.observe import Observe
 from inlay.passes import kept_from_kernels
 from inlay.recipe import Plan, Slot
 from inlay.recipe.describe import format_in_words, left_in_words
-from inlay.run_record import Agreement
 from inlay.statistics.by_slot import StatisticsBySlot
 
 if TYPE_CHECKING:
-    from inlay.calibration.backend import Backend
+    from inlay.calibration.graph_store import GraphStore
 
 __all__ = ["dropout_in", "explain", "kernels_in_words", "padding_problem"]
 
 
 def explain(
-    statistics: StatisticsBySlot,
-    graphs: Iterable[CompiledGraph],
-    running: Iterable[str] = (),
-    equalization: Iterable[str] = (),
-    agreement: Agreement | None = None,
+    statistics: StatisticsBySlot, graphs: "GraphStore", equalization: Iterable[str] = ()
 ) -> str:
     """Return the slots as a table, what is equalized, how graphs run, then every distinct graph."""
-    graphs = list(graphs)
     slots = statistics.plan.slots
     header = ("slot", "observer", "format", "values seen", "shared with")
     rows = [header, *(_row(statistics, slot) for slot in _first_of_stacks(statistics.plan))]
@@ -55,37 +50,40 @@ def explain(
         for observe in (node.target for node in _observing(graph))
         if observe.reason is not None
     }
-    parts = [f"{len(slots)} slots, {statistics.phase}", "\n".join(lines), *sorted(opaque)]
+    parts = [f"{len(slots)} slots, phase: {graphs.phase.value}", "\n".join(lines), *sorted(opaque)]
     left = {**statistics.plan.stacks_left, **statistics.plan.modules_left}
     parts += left_in_words(left)
-    if agreement is not None:
-        parts.append(str(agreement))
+    if graphs.agreement is not None:
+        parts.append(str(graphs.agreement))
     enclosed = dict.fromkeys(str(one) for graph in graphs for one in _enclosed(statistics, graph))
     if enclosed:
         parts.append("\n".join(enclosed))
     if equalization:
         parts.append("\n".join(equalization))
-    if running:
-        parts.append("\n".join(running))
+    if graphs.described():
+        parts.append("\n".join(graphs.described()))
     for index, graph in enumerate(graphs):
         for variant in graph.variants.values():
             parts.append(f"graph {index}:\n{format_graph(variant.graph_module)}")
-    if not graphs:
+    if not len(graphs):
         parts.append("no graph yet: run a batch through the compiled model")
     return "\n\n".join(parts)
 
 
-def kernels_in_words(backend: "Backend") -> list[str]:
+def kernels_in_words(graphs: "GraphStore") -> list[str]:
     """Say which layers of finalized graphs multiply integers, and why others do not.
 
     Of blocks with one graph, the first is named.
     """
-    if not backend.pipelines.kernels or not backend.bindings.statistics.is_final:
+    if graphs.phase is not Phase.QUANTIZE or not graphs.backend.uses_kernels:
         return []
     lowered: set[str] = set()
     kept: dict[str, list[str]] = {}
     for gm in (
-        variant.graph_module for graph in backend.graphs for variant in graph.variants.values()
+        variant.graph_module
+        for graph in graphs
+        if graph.backend is graphs.backend
+        for variant in graph.variants.values()
     ):
         on_kernels = (node for node in gm.graph.nodes if node.target is integer_linear)
         lowered.update(slots_of(node)["weight"].module for node in on_kernels)

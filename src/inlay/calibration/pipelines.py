@@ -1,113 +1,107 @@
-"""The pipelines of a calibration: to observe, to quantize, to outline repeats."""
+"""The pipelines of a calibration, one for each phase."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.graph import Pass, Pipeline
 from inlay.observers import QParamsDict
 from inlay.padding.layouts import Layouts
 from inlay.passes import (
-    COMPARE,
-    FINALIZE,
     PREPARE,
-    FindEqualizable,
-    InsertObservers,
+    Annotate,
+    CompareLayers,
+    FoldQParams,
+    InlineCalls,
     LeaveOutPadding,
     LowerToKernels,
-    OutlineRepeats,
     PruneUnobserved,
+    RemoveObservers,
     UseEqualized,
 )
-from inlay.recipe import Experts, Plan
+from inlay.recipe import Plan
 
-__all__ = ["Pipelines", "Purpose"]
-
-# Whether for outputs, whether to compare layers, and whether as the model was
-Purpose: TypeAlias = tuple[bool, bool, bool]
+__all__ = ["comparing", "observing", "observing_equalized", "quantizing"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pipelines:
-    """Which passes a calibration runs on a graph, in each of its phases.
+def observing(
+    plan: Plan,
+    *,
+    passes: Sequence[type[Pass] | Pass] = PREPARE,
+    layouts: Layouts | None = None,
+    outputs: bool = True,
+) -> Pipeline:
+    """From a traced graph to one that observes.
 
-    :param prepare: passes that make a traced graph observe, as types or as instances
-    :param outputs: whether outputs of the model are wanted, and not only statistics
-    :param count_padding: whether padding tokens count
-    :param compare_layers: whether finalized graphs compare their layers instead of quantizing them
-    :param plain: whether graphs are left as they were traced, in every phase
-    :param kernels: whether finalized graphs multiply integers where they can, instead of
-        quantizing and dequantizing
+    :param passes: see `Calibration`
+    :param layouts: where values have the tokens of a batch with padding; None without padding
+    :param outputs: whether to keep the outputs of the model
     """
+    experts = plan.recipe.experts
+    inserting = Pipeline.of(passes, plan=plan, experts=experts, layouts=layouts)
+    return Pipeline((*inserting.passes, *_pruning(outputs)))
 
-    plan: Plan
-    prepare: Sequence[type[Pass] | Pass] = PREPARE
-    outputs: bool = True
-    count_padding: bool = False
-    compare_layers: bool = False
-    plain: bool = False
-    kernels: bool = False
 
-    @property
-    def purpose(self) -> Purpose:
-        """Tell apart the pipelines that a calibration runs on one graph in the same phase."""
-        return self.outputs, self.compare_layers, self.plain
+def observing_equalized(
+    plan: Plan,
+    equalized: EqualizedParameters,
+    *,
+    passes: Sequence[type[Pass] | Pass] = PREPARE,
+    layouts: Layouts | None = None,
+    outputs: bool = True,
+) -> Pipeline:
+    """The same for the second run over the data, through equalized parameters."""
+    experts = plan.recipe.experts
+    inserting = Pipeline.of(passes, plan=plan, experts=experts, layouts=layouts, second_run=True)
+    return Pipeline((*inserting.passes, *_pruning(outputs), UseEqualized(equalized=equalized)))
 
-    def observing(self, layouts: Layouts | None) -> Pipeline:
-        """From a traced graph to one that observes, whole.
 
-        :param layouts: where values have the tokens of a batch with padding; None without padding
-        """
-        without: list[type[Pass]] = [OutlineRepeats]
-        if self.outputs:
-            without.append(PruneUnobserved)
-        if self.count_padding or layouts is None:
-            without.append(LeaveOutPadding)
-        return self._without(*without, experts=self.plan.recipe.experts, layouts=layouts)
+def quantizing(
+    plan: Plan,
+    qparams: Mapping[str, QParamsDict],
+    equalized: EqualizedParameters,
+    *,
+    passes: Sequence[type[Pass] | Pass] = PREPARE,
+    kernels: bool = False,
+) -> Pipeline:
+    """From a traced graph to one that quantizes.
 
-    def observing_equalized(
-        self, layouts: Layouts | None, equalized: EqualizedParameters
-    ) -> Pipeline:
-        """The same for the second run over the data, through equalized parameters."""
-        second = (
-            replace(step, second_run=True) if isinstance(step, InsertObservers) else step
-            for step in self.observing(layouts).passes
+    Observers are inserted here too: they say which slots share a scale.
+
+    :param kernels: whether to multiply integers where that is possible
+    """
+    inserting = Pipeline.of(passes, plan=plan, equalizes=False)
+    qparams = plan.qparams_of_ops(qparams)
+    return Pipeline(
+        (
+            *inserting.passes,
+            FoldQParams(qparams=qparams),  # reads from observers what is shared
+            UseEqualized(equalized=equalized),  # after folding, which replaces quantized weights
+            RemoveObservers(),
+            # Last: the other passes look for ops that read a weight.
+            *((LowerToKernels(qparams=qparams),) if kernels else ()),
         )
-        return Pipeline((*second, UseEqualized(equalized=equalized)))
+    )
 
-    def quantizing(
-        self,
-        qparams: Mapping[str, QParamsDict],
-        equalized: EqualizedParameters,
-        layouts: Layouts | None = None,
-    ) -> Pipeline:
-        """From a traced graph to one that quantizes, whole.
 
-        Observers are inserted here too: they say which slots share a scale.
-        """
-        qparams = self.plan.qparams_of_ops(qparams)
-        if self.compare_layers:
-            return Pipeline.of(
-                COMPARE, plan=self.plan, qparams=qparams, equalized=equalized, layouts=layouts
-            )
-        left_out = (OutlineRepeats, PruneUnobserved, LeaveOutPadding, FindEqualizable)
-        steps = [step for step in FINALIZE if self.kernels or step is not LowerToKernels]
-        folding = Pipeline.of(steps, qparams=qparams, equalized=equalized)
-        return Pipeline((*self._without(*left_out).passes, *folding.passes))
+def comparing(
+    plan: Plan,
+    qparams: Mapping[str, QParamsDict],
+    equalized: EqualizedParameters,
+    *,
+    layouts: Layouts | None = None,
+) -> Pipeline:
+    """From a traced graph to one that computes the same and compares layers with quantized ones."""
+    return Pipeline(
+        (
+            InlineCalls(),  # first: the other passes see only ops of the graph itself
+            Annotate(plan=plan),
+            CompareLayers(plan=plan, qparams=plan.qparams_of_ops(qparams)),  # needs the annotations
+            LeaveOutPadding(layouts=layouts),  # gives compare nodes the valid tokens
+            UseEqualized(equalized=equalized),  # after comparing, which compares what is read
+        )
+    )
 
-    def cutting(self) -> Pipeline:
-        """Outline the bodies that are compiled on their own, if passes say so."""
-        return Pipeline(tuple(p for p in self._all().passes if isinstance(p, OutlineRepeats)))
 
-    def _without(
-        self,
-        *left_out: type[Pass],
-        experts: Experts = "routed",
-        layouts: Layouts | None = None,
-    ) -> Pipeline:
-        passes = self._all(experts=experts, layouts=layouts).passes
-        return Pipeline(tuple(p for p in passes if not isinstance(p, left_out)))
-
-    def _all(self, experts: Experts = "routed", layouts: Layouts | None = None) -> Pipeline:
-        return Pipeline.of(self.prepare, plan=self.plan, experts=experts, layouts=layouts)
+def _pruning(outputs: bool) -> tuple[Pass, ...]:
+    """Drop what statistics do not need, last: it leaves no unused ops in the blocks."""
+    return () if outputs else (PruneUnobserved(),)

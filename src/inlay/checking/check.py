@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationType
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.calibration.running import evaluating
+from inlay.calibration.tracing.running import evaluating
 from inlay.checking.agreement import (
     CLOSE,
     call,

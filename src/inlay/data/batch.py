@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inlay.calibration.tracing import by_name
+from inlay.calibration.tracing.strategies import by_name
 from inlay.errors import StatisticsError
 from inlay.graph import MAIN
 from inlay.padding.valid_tokens import valid_tokens

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from inlay.calibration import Calibration
-from inlay.calibration.running import Rerun, evaluating
-from inlay.calibration.tracing import without_cache
+from inlay.calibration.phase import Phase
+from inlay.calibration.rerun import Rerun
+from inlay.calibration.tracing.running import evaluating
+from inlay.calibration.tracing.strategies import without_cache
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.errors import ConfigurationError
 from inlay.evaluation.layer_errors import layer_errors
@@ -102,8 +104,8 @@ def _in_memory(
         shown = watched(batches, "comparing", show=calibration.show_progress)
         for index, batch in enumerate(shown):
             compares = index < LAYER_BATCHES
-            plain = rerun.comparing_layers(batch) if compares else run_eagerly(model, batch)
-            yield batch, plain, rerun.quantized(batch)
+            plain = rerun.outputs(batch, Phase.COMPARE) if compares else run_eagerly(model, batch)
+            yield batch, plain, rerun.outputs(batch, Phase.QUANTIZE)
 
     yield calibration.plan, finished()
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 
 from inlay.calibration import Calibration
-from inlay.calibration.running import evaluating
-from inlay.calibration.tracing import Enclosed
+from inlay.calibration.phase import Phase
+from inlay.calibration.tracing.running import evaluating
+from inlay.calibration.tracing.strategies import Enclosed
 from inlay.evaluation.compare import Batch, counted_positions, run_eagerly
 from inlay.graph import module_path
 from inlay.run_record import Agreement
@@ -36,7 +37,7 @@ def compare_traced(
     with evaluating(model), calibration.rerun() as rerun:
         expected = _outputs(model, batch, seed=0)
         with _seeded(0):
-            found = _counted(model, batch, rerun.plain(batch))
+            found = _counted(model, batch, rerun.outputs(batch, Phase.PLAIN))
         difference = _difference(found, expected)
         if difference <= tolerance:
             return Agreement(batch=what, difference=difference, tolerance=tolerance)

@@ -1,11 +1,11 @@
-"""Inputs of a graph: the model's own, and those that passes add for state and qparams."""
+"""Inputs of a graph: the model's own, and those that passes add."""
 
 import operator
 import re
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -16,16 +16,23 @@ from inlay.torch_private import example_of, fake_mode_of
 
 __all__ = [
     "MAIN",
+    "EqualizedOf",
+    "ErrorSums",
+    "GraphInput",
+    "IntegerSumsOf",
+    "IntegersOf",
     "PaddingMask",
-    "SlotInput",
+    "QParamOf",
+    "StatisticOf",
+    "WeightOf",
     "add_input",
     "add_qparams",
+    "added_input",
+    "added_inputs",
     "bind",
     "erase_with_inputs",
     "inputs_of",
     "label_inputs",
-    "slot_input",
-    "slot_inputs",
     "tensor_of",
 ]
 
@@ -35,11 +42,75 @@ MAIN = "main"  # the sequence of a model that has no more than one
 
 
 @dataclass(frozen=True)
-class SlotInput:
-    """An input that belongs to a slot and not to the model: part of its state or its qparams."""
+class StatisticOf:
+    """An input that is a tensor of what a slot has gathered; its observe node updates it."""
 
     slot: str
-    key: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.slot} {self.name}"
+
+
+@dataclass(frozen=True)
+class QParamOf:
+    """An input that is a qparam of a slot, such as its scale."""
+
+    slot: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.slot} {self.name}"
+
+
+@dataclass(frozen=True)
+class WeightOf:
+    """An input that is the weight of a slot, quantized and dequantized."""
+
+    slot: str
+
+    def __str__(self) -> str:
+        return f"{self.slot} folded"
+
+
+@dataclass(frozen=True)
+class IntegersOf:
+    """An input that is the weight of a slot as integers, as it is stored."""
+
+    slot: str
+
+    def __str__(self) -> str:
+        return f"{self.slot} integers"
+
+
+@dataclass(frozen=True)
+class IntegerSumsOf:
+    """An input that is the sums of the integers of a weight, by row."""
+
+    slot: str
+
+    def __str__(self) -> str:
+        return f"{self.slot} sums"
+
+
+@dataclass(frozen=True)
+class EqualizedOf:
+    """An input that is the scaled copy of a parameter."""
+
+    parameter: str
+
+    def __str__(self) -> str:
+        return f"{self.parameter} equalized"
+
+
+@dataclass(frozen=True)
+class ErrorSums:
+    """An input that compare nodes of a module add errors to."""
+
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.module} errors"
 
 
 @dataclass(frozen=True)
@@ -54,13 +125,8 @@ class PaddingMask:
     sequence: str
     axes: tuple[str, ...]
 
-    @property
-    def slot(self) -> str:
-        return f"{self.sequence}_{'_'.join(axis or 'any' for axis in self.axes)}"
-
-    @property
-    def key(self) -> str:
-        return "valid"
+    def __str__(self) -> str:
+        return f"{self.sequence} {' '.join(axis or 'any' for axis in self.axes)} valid"
 
     def of(self, valid: torch.Tensor) -> torch.Tensor:
         """Arrange a bool tensor (batch, tokens) like the value."""
@@ -79,31 +145,44 @@ class PaddingMask:
             return value.new_empty(sizes, dtype=torch.bool)
 
 
+# What an input that a pass added stands for. A calibration resolves it to a tensor.
+GraphInput: TypeAlias = (
+    StatisticOf
+    | QParamOf
+    | WeightOf
+    | IntegersOf
+    | IntegerSumsOf
+    | EqualizedOf
+    | ErrorSums
+    | PaddingMask
+)
+
+
 def inputs_of(graph: Graph) -> list[Node]:
     return list(graph.find_nodes(op="placeholder"))
 
 
-def slot_input(value: Any) -> SlotInput | PaddingMask | None:
+def added_input(value: Any) -> GraphInput | None:
     """Return what an input that a pass added stands for; None for everything else."""
     is_node = isinstance(value, Node)
-    found: SlotInput | PaddingMask | None = value.meta.get(_INPUT) if is_node else None
+    found: GraphInput | None = value.meta.get(_INPUT) if is_node else None
     return found
 
 
-def slot_inputs(graph: Graph) -> dict[Node, SlotInput | PaddingMask]:
+def added_inputs(graph: Graph) -> dict[Node, GraphInput]:
     """Find the inputs that passes added, after the model's own, and what they stand for."""
     return {node: node.meta[_INPUT] for node in inputs_of(graph) if _INPUT in node.meta}
 
 
-def add_input(graph: Graph, what: SlotInput | PaddingMask, value: Any, pass_name: str) -> Node:
+def add_input(graph: Graph, what: GraphInput, value: Any, pass_name: str) -> Node:
     """Add an input after all others, or return the one that is there for the same purpose."""
-    for node, existing in slot_inputs(graph).items():
+    for node, existing in added_inputs(graph).items():
         if existing == what:
             return node
     inputs = inputs_of(graph)
     first = next(iter(graph.nodes))
     with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(first):
-        name = re.sub(r"\W", "_", f"{what.slot}_{what.key}")
+        name = re.sub(r"\W", "_", str(what))
         node = graph.placeholder(f"_{name}" if name[0].isdigit() else name)
     node.meta[_INPUT] = what
     node.meta["example_value"] = value
@@ -119,13 +198,13 @@ def add_qparams(
     """
     mode = fake_mode_of(like)
     return {
-        key: add_input(
+        name: add_input(
             graph,
-            SlotInput(slot, key),
+            QParamOf(slot, name),
             tensor if mode is None else mode.from_tensor(tensor, static_shapes=True),
             pass_name,
         )
-        for key, tensor in qparams.items()
+        for name, tensor in qparams.items()
         if isinstance(tensor, torch.Tensor)
     }
 
@@ -143,10 +222,10 @@ def erase_with_inputs(graph: Graph, node: Node) -> None:
             graph.erase_node(added)
 
 
-def bind(gm: GraphModule, values: Mapping[SlotInput | PaddingMask, torch.Tensor]) -> GraphModule:
+def bind(gm: GraphModule, values: Mapping[GraphInput, torch.Tensor]) -> GraphModule:
     """Turn inputs that passes added into constants of the module."""
     gm = copy(gm)
-    for node, what in slot_inputs(gm.graph).items():
+    for node, what in added_inputs(gm.graph).items():
         name = node.name
         gm.register_buffer(name, values[what])
         with gm.graph.inserting_after(inputs_of(gm.graph)[-1]):

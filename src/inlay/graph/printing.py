@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from inlay.graph.inputs import slot_input, slot_inputs
+from inlay.graph.inputs import EqualizedOf, IntegersOf, WeightOf, added_input, added_inputs
 from inlay.graph.meta import made_by, observes, slots_of
 from inlay.graph.shapes import fake_value
 
@@ -14,7 +14,7 @@ __all__ = ["format_graph"]
 
 def format_graph(gm: GraphModule) -> str:
     """The graph, an op a line, with shapes, and with marks on what passes added."""
-    added = slot_inputs(gm.graph)
+    added = added_inputs(gm.graph)
     lines = []
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node in added:
@@ -48,8 +48,8 @@ def _line(node: Node) -> str:
 
 def _is_hidden(value: Any) -> bool:
     """Whether an argument is state or a scale, of which there are many; weights show."""
-    what = slot_input(value)
-    return what is not None and what.key not in ("folded", "integers", "equalized")
+    what = added_input(value)
+    return what is not None and not isinstance(what, (WeightOf, IntegersOf, EqualizedOf))
 
 
 def _argument(value: Any) -> str:
@@ -57,9 +57,9 @@ def _argument(value: Any) -> str:
         return f"({', '.join(map(_argument, value))})"
     if not isinstance(value, Node):
         return repr(value)
-    what = slot_input(value)
+    what = added_input(value)
     if what is not None:
-        return f"{what.slot} {what.key}"
+        return str(what)
     return _source(value.name) if value.op == "placeholder" else value.name
 
 

@@ -45,13 +45,6 @@ class StatisticsBySlot:
     def is_final(self) -> bool:
         return self.qparams is not None
 
-    @property
-    def phase(self) -> str:
-        """What graphs are made for: "calibrating", "calibrating equalized" or "finalized"."""
-        if self.is_final:
-            return "finalized"
-        return "calibrating equalized" if self.is_second_run else "calibrating"
-
     def entry(
         self,
         slots: Sequence[Slot],

@@ -7,17 +7,37 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter
 
-from inlay.calibration.pipelines import Pipelines
+from inlay.calibration.pipelines import comparing, observing, quantizing
 from inlay.equalization.equalization import Equalization
-from inlay.graph import Pass, observes, slot_inputs
+from inlay.graph import Pass, Pipeline, StatisticOf, added_inputs, observes
 from inlay.graph.editing import leaves
-from inlay.passes import COMPARE, FINALIZE, PREPARE
+from inlay.passes import (
+    PREPARE,
+    CompareLayers,
+    FoldQParams,
+    LowerToKernels,
+    OutlineRepeats,
+    PruneUnobserved,
+    RemoveObservers,
+    UseEqualized,
+)
 from inlay.recipe import Slot
 from inlay.testing.graphs import GraphCase
 
 __all__ = ["STANDARD", "Outcome", "Place", "Standard", "places_of", "standards"]
 
-STANDARD = frozenset({*PREPARE, *FINALIZE, *COMPARE})
+STANDARD = frozenset(
+    {
+        *PREPARE,
+        CompareLayers,
+        FoldQParams,
+        LowerToKernels,
+        OutlineRepeats,
+        PruneUnobserved,
+        RemoveObservers,
+        UseEqualized,
+    }
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +90,9 @@ class Outcome:
             called = dict(zip(given, values, strict=True))
             results = Interpreter(gm).run(*values, enable_io_processing=False)
         kept: dict[str, dict[str, torch.Tensor]] = {}
-        for node, what in slot_inputs(gm.graph).items():
-            kept.setdefault(what.slot, {})[what.key] = called[node]
+        for node, what in added_inputs(gm.graph).items():
+            if isinstance(what, StatisticOf):
+                kept.setdefault(what.slot, {})[what.name] = called[node]
         seen = {slot for slot, tensors in kept.items() if int(tensors.get("seen", 0)) > 0}
         owners = {
             slot.name: first.name for first, *others in _observed(gm) for slot in (first, *others)
@@ -89,19 +110,15 @@ def _observed(gm: GraphModule) -> Iterator[tuple[Slot, ...]]:
 
 def standards(case: GraphCase) -> tuple[Standard, ...]:
     """The pipelines that observe, quantize and compare, for the model of a case."""
-    observing = Pipelines(plan=case.plan, outputs=False)
-    quantizing = Pipelines(plan=case.plan)
-    comparing = Pipelines(plan=case.plan, compare_layers=True)
-    layouts = case.configuration["layouts"]
-    quantized = (
-        case.configuration["qparams"],
-        Equalization(case.module, case.plan).parameters,
-    )
-    return (
-        Standard("observes", tuple(observing.observing(layouts).passes)),
-        Standard("quantizes", tuple(quantizing.quantizing(*quantized).passes)),
-        Standard("compares layers", tuple(comparing.quantizing(*quantized).passes)),
-    )
+    plan, layouts = case.plan, case.configuration["layouts"]
+    qparams = case.configuration["qparams"]
+    equalized = Equalization(case.module, plan).parameters
+    made: dict[str, Pipeline] = {
+        "observes": observing(plan, layouts=layouts, outputs=False),
+        "quantizes": quantizing(plan, qparams, equalized),
+        "compares layers": comparing(plan, qparams, equalized),
+    }
+    return tuple(Standard(name, tuple(pipeline.passes)) for name, pipeline in made.items())
 
 
 def places_of(

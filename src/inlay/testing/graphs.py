@@ -16,14 +16,21 @@ from inlay.equalization.group import Group
 from inlay.equalization.parameters import EqualizedParameters
 from inlay.graph import (
     MAIN,
+    EqualizedOf,
+    ErrorSums,
+    GraphInput,
+    IntegersOf,
+    IntegerSumsOf,
     PaddingMask,
-    SlotInput,
+    QParamOf,
+    StatisticOf,
+    WeightOf,
+    added_input,
+    added_inputs,
     fake_value,
     inputs_of,
     label_inputs,
     propagate_shapes,
-    slot_input,
-    slot_inputs,
     tensor_of,
 )
 from inlay.nodes.kernels import column_sums, integer_weight
@@ -88,7 +95,7 @@ def inputs_for(gm: GraphModule, *args: Any) -> list[Any]:
         known = tensor_of(gm, node)
         if known is not None:
             found.append(known)
-        elif slot_input(node) is not None:
+        elif added_input(node) is not None:
             found.append(_zeros(fake_value(node)))
         else:
             found.append(next(given))
@@ -163,24 +170,26 @@ class GraphCase:
     def inputs_of(self, gm: GraphModule) -> dict[Node, Any]:
         """What to call a graph with that passes made of this one, by input."""
         found = dict(zip(inputs_of(gm.graph), inputs_for(gm, *self.inputs), strict=True))
-        for node, what in slot_inputs(gm.graph).items():
-            found[node] = self._of_slot(what, found[node])
+        for node, what in added_inputs(gm.graph).items():
+            found[node] = self._of_pass(what, found[node])
         return found
 
-    def _of_slot(self, what: SlotInput | PaddingMask, value: Any) -> Any:
+    def _of_pass(self, what: GraphInput, value: Any) -> Any:
         """Return the scale, mask, or quantized or equalized weight that an input stands for."""
-        if isinstance(what, PaddingMask):
-            return torch.ones_like(value)
-        if what.key == "equalized":
-            return self.configuration["equalized"].named(what.slot)
-        qparams = self.configuration["qparams"].get(what.slot)
-        if qparams is None or what.key not in ("folded", "integers", "sums", *qparams):
-            return value
-        if what.key in qparams:
-            return qparams[what.key]
-        slot = self.plan.slots[what.slot]
-        layer: Any = self.module.get_submodule(slot.module)
-        return constant_of(layer.weight, slot.args, qparams, what.key)
+        qparams = self.configuration["qparams"]
+        match what:
+            case PaddingMask():
+                return torch.ones_like(value)
+            case EqualizedOf():
+                return self.configuration["equalized"].named(what.parameter)
+            case QParamOf():
+                return qparams[what.slot][what.name]
+            case WeightOf() | IntegersOf() | IntegerSumsOf():
+                slot = self.plan.slots[what.slot]
+                layer: Any = self.module.get_submodule(slot.module)
+                return constant_of(what, layer.weight, slot.args, qparams[slot.name])
+            case StatisticOf() | ErrorSums():
+                return value
 
     def __str__(self) -> str:
         if self.how is None:
@@ -196,13 +205,15 @@ class GraphCase:
 
 
 def constant_of(
-    weight: torch.Tensor, args: QuantizationArgs, qparams: QParamsDict, key: str
+    what: GraphInput, weight: torch.Tensor, args: QuantizationArgs, qparams: QParamsDict
 ) -> torch.Tensor:
     """Return what an input stands for that passes put in place of a weight."""
-    if key == "folded":
+    if isinstance(what, WeightOf):
         return fold_weight(weight, args, qparams)
-    integers = integer_weight(weight, qparams["scale"], args)
-    return column_sums(integers) if key == "sums" else integers
+    scale = qparams["scale"]
+    assert scale is not None
+    integers = integer_weight(weight, scale, args)
+    return column_sums(integers) if isinstance(what, IntegerSumsOf) else integers
 
 
 def _scaled(model: nn.Module, linears: Mapping[str, nn.Linear]) -> EqualizedParameters:

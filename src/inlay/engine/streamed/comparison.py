@@ -1,11 +1,13 @@
 """Comparing a model on disk with its quantized self, in a second pass over its blocks."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-from inlay.calibration.blocks import block_modules
-from inlay.calibration.running import Rerun, running
+from inlay.calibration.phase import Phase
+from inlay.calibration.rerun import Rerun
+from inlay.calibration.tracing.blocks import block_modules
+from inlay.calibration.tracing.running import running
 from inlay.engine.driver import Region
 from inlay.engine.run import Run
 from inlay.engine.streamed.activations import Activations
@@ -132,8 +134,6 @@ class _Pair:
                 found.append(starting.finish(lambda: self._rerun.run(self.batch), results))
         return found[0], found[1]
 
-    @contextmanager
-    def _running(self, quantized: bool) -> Iterator[None]:
-        compare_layers = self._compares_layers and not quantized
-        with self._rerun.running(quantized=quantized, compare_layers=compare_layers):
-            yield
+    def _running(self, quantized: bool) -> AbstractContextManager[None]:
+        plain = Phase.COMPARE if self._compares_layers else Phase.PLAIN
+        return self._rerun.running(Phase.QUANTIZE if quantized else plain)

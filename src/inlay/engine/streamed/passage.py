@@ -5,10 +5,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from inlay.calibration.blocks import block_modules
 from inlay.calibration.compiled_graph import RehearsedError
-from inlay.calibration.running import running
-from inlay.calibration.tracing import KeepsError
+from inlay.calibration.tracing.blocks import block_modules
+from inlay.calibration.tracing.running import running
+from inlay.calibration.tracing.strategies import KeepsError
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.engine.driver import Region

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from inlay.calibration.blocks import block_modules
+from inlay.calibration.tracing.blocks import block_modules
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.collectives import from_all_ranks
 from inlay.engine.driver import Region

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from inlay.calibration.blocks import is_block_call
+from inlay.calibration.tracing.blocks import is_block_call
 from inlay.errors import GraphError
 from inlay.padding.of_batch import Padding
 

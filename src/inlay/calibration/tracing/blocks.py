@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from inlay.calibration.tracing import Enclosed, left_alone
+from inlay.calibration.tracing.strategies import Enclosed, left_alone
 from inlay.errors import GraphError
 from inlay.nodes.call_body import CallBody
 from inlay.recipe import Plan
@@ -122,7 +122,7 @@ class Blocks:
         return torch.compile(run, backend=self._backend.compile_block, fullgraph=True)
 
     def _run_inside(self, name: str, run: Callable[..., Any], *args: Any) -> Any:
-        with self._backend.inside(name):
+        with self._backend.store.inside(name):
             return run(*args)
 
 

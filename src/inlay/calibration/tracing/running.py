@@ -1,19 +1,16 @@
-"""Choose tracing strategies for a model, and rerun its traced graphs."""
+"""Choose tracing strategies for a model."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from inlay.calibration.backend import Backend
-from inlay.calibration.bindings import Bindings
-from inlay.calibration.blocks import Blocks, block_modules
-from inlay.calibration.pipelines import Pipelines
-from inlay.calibration.tracing import (
+from inlay.calibration.tracing.blocks import Blocks, block_modules
+from inlay.calibration.tracing.strategies import (
     BranchesError,
     Enclosed,
     Strategies,
@@ -22,12 +19,12 @@ from inlay.calibration.tracing import (
     left_alone,
     watched_while_traced,
 )
-from inlay.errors import ConfigurationError, GraphError
+from inlay.errors import ConfigurationError
 from inlay.memory import collecting_garbage_later, keeping_freed_memory
 from inlay.recipe import Plan
 from inlay.torch_private import branch_errors, has_hooks, observing_dynamo
 
-__all__ = ["Rerun", "evaluating", "run_apart", "run_for_statistics", "running"]
+__all__ = ["evaluating", "run_apart", "run_for_statistics", "running"]
 
 _LOGITS = "logits_to_keep"  # argument of language models of transformers: for how many tokens
 
@@ -82,35 +79,37 @@ _WHOLE = "one graph of the whole model"
 _BROKEN = "several graphs of the model, with graph breaks between them"
 
 
-def run_for_statistics(model: nn.Module, observing: Backend, parts: Backend) -> Strategies:
+def run_for_statistics(model: nn.Module, pruning: Backend, keeping: Backend) -> Strategies:
     """Run a model by the fastest tracing strategy that can trace it.
-    :param observing: makes graphs that drop the outputs of the model
-    :param parts: makes graphs that keep them, for a model that is traced in several
+
+    :param pruning: makes graphs that drop the outputs of the model
+    :param keeping: makes graphs that keep them, for a model that is traced in several
     """
     # Outputs can be dropped only if nothing but the caller sees them: in a single graph.
-    whole = torch.compile(Enclosed(model), backend=observing, fullgraph=True)
-    broken = torch.compile(Enclosed(model), backend=parts)
-    in_one = watched_while_traced(whole, model, observing)
+    whole = torch.compile(Enclosed(model), backend=pruning, fullgraph=True)
+    broken = torch.compile(Enclosed(model), backend=keeping)
+    in_one = watched_while_traced(whole, model, pruning)
     return Strategies(
+        pruning.store,
         [
-            *_with_blocks_apart(model, observing),
-            Strategy(_WHOLE, _on_model(model, in_one), observing),
-            Strategy(_BROKEN, _on_model(model, broken), parts),
-        ]
+            *_with_blocks_apart(model, pruning),
+            Strategy(_WHOLE, _on_model(model, in_one)),
+            Strategy(_BROKEN, _on_model(model, broken)),
+        ],
     )
 
 
-def _with_blocks_apart(model: nn.Module, observing: Backend) -> Iterator[Strategy]:
-    blocks = Blocks(model, observing)
+def _with_blocks_apart(model: nn.Module, backend: Backend) -> Iterator[Strategy]:
+    blocks = Blocks(model, backend)
     if not blocks:
         return
-    plan = observing.pipelines.plan
+    plan = backend.store.bindings.statistics.plan
     if blocks.end_in_observing(plan) and not _observes_around(model, plan):
-        run = blocks.eager_around(_with_few_logits(model, blocks.root, observing))
-        yield Strategy(_EAGER, blocks.refreshed(run), observing)
+        run = blocks.eager_around(_with_few_logits(model, blocks.root, backend))
+        yield Strategy(_EAGER, blocks.refreshed(run))
     else:
-        run = watched_while_traced(blocks.traced_around(), blocks.root, observing)
-        yield Strategy(_AROUND, blocks.refreshed(run), observing)
+        run = watched_while_traced(blocks.traced_around(), blocks.root, backend)
+        yield Strategy(_AROUND, blocks.refreshed(run))
 
 
 def _on_model(model: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +158,7 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _with_few_logits(
-    model: nn.Module, copy: Callable[..., Any], observing: Backend
+    model: nn.Module, copy: Callable[..., Any], backend: Backend
 ) -> Callable[..., Any]:
     """Run the head of a model for one token alone, unless the outputs or a loss are wanted.
 
@@ -172,18 +171,18 @@ def _with_few_logits(
         return copy
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        are_wanted = observing.pipelines.outputs or kwargs.get("labels") is not None
+        are_wanted = backend.keeps_outputs or kwargs.get("labels") is not None
         return copy(*args, **(kwargs if are_wanted else {_LOGITS: 1, **kwargs}))
 
     return run
 
 
-def run_apart(model: nn.Module, observing: Backend) -> Strategies:
+def run_apart(model: nn.Module, backend: Backend) -> Strategies:
     """Run a model with its blocks as nodes of the graph around them, and in no other way.
 
     :raises ConfigurationError: if the model has no blocks
     """
-    blocks = Blocks(model, observing)
+    blocks = Blocks(model, backend)
     if not blocks:
         raise ConfigurationError(
             f"{type(model).__name__} cannot be streamed, because it has no blocks: no two modules "
@@ -196,82 +195,4 @@ def run_apart(model: nn.Module, observing: Backend) -> Strategies:
             return run(*args, **kwargs)
 
     refreshed = blocks.refreshed(leaving_the_model_alone)
-    return Strategies([Strategy(_AROUND, refreshed, observing)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rerun:
-    """The model as it was traced for its statistics, run op by op for what it returns.
-
-    Nothing is traced again for batches of the sizes that were observed.
-
-    :param run: runs a batch through the graphs of the backends
-    :param bindings: qparams, folded weights, and sums of the errors of layers
-    """
-
-    run: Callable[[Any], Any]
-    backends: Sequence[Backend]
-    bindings: Bindings
-    pipelines: Pipelines
-
-    def plain(self, batch: Any) -> Any:
-        """The outputs of the plain model, from the graphs that observed it."""
-        return self._outputs(batch, replace(self.pipelines, plain=True))
-
-    def quantized(self, batch: Any) -> Any:
-        """The outputs of the quantized model."""
-        return self._outputs(batch, self.pipelines)
-
-    def comparing_layers(self, batch: Any) -> Any:
-        """The outputs of the plain model, while its layers are compared with quantized ones."""
-        return self._outputs(batch, self._comparing)
-
-    @contextmanager
-    def running(self, *, quantized: bool = False, compare_layers: bool = False) -> Iterator[None]:
-        """Have the graphs that run meanwhile give the outputs of one model or the other.
-
-        :param quantized: those of the quantized model
-        :param compare_layers: compare the layers of the plain model on the way
-        """
-        plain = not (quantized or compare_layers)
-        pipelines = replace(self.pipelines, plain=plain, compare_layers=compare_layers)
-        with self._lent(pipelines):
-            yield
-
-    def let_go_of_blocks(self) -> None:
-        """Drop folded and equalized weights of blocks; they are made again when needed."""
-        for backend in self.backends:
-            for graph in backend.graphs:
-                if graph.is_body:
-                    graph.unbind()
-        self.bindings.weights.forget_folded()
-        self.bindings.weights.equalized.forget_copies()
-
-    def forget(self) -> None:
-        """Drop the graphs that were made for this, and what they hold."""
-        plain = replace(self.pipelines, plain=True)
-        for backend in self.backends:
-            for pipelines in (self.pipelines, self._comparing, plain):
-                backend.forget(pipelines)
-
-    @property
-    def _comparing(self) -> Pipelines:
-        return replace(self.pipelines, compare_layers=True)
-
-    @contextmanager
-    def _lent(self, pipelines: Pipelines) -> Iterator[None]:
-        with ExitStack() as stack:
-            for backend in self.backends:
-                stack.enter_context(backend.lent(self.bindings, pipelines))
-            yield
-
-    def _outputs(self, batch: Any, pipelines: Pipelines) -> Any:
-        with self._lent(pipelines):
-            outputs = self.run(batch)
-        # If Dynamo is turned off the plain model runs, and nothing would seem to have changed.
-        if not any(backend.serves(pipelines) for backend in self.backends):
-            raise GraphError(
-                "cannot run the quantized model because torch.compile is turned off; unset "
-                "TORCHDYNAMO_DISABLE and leave torch.compiler's stance alone"
-            )
-        return outputs
+    return Strategies(backend.store, [Strategy(_AROUND, refreshed)])

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from inlay.torch_private import cause_of, is_tracing_error
 
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
+    from inlay.calibration.graph_store import GraphStore
 
 __all__ = [
     "BranchesError",
@@ -91,12 +93,10 @@ class Strategy:
     """One way to trace and run a model.
 
     :param description: what it traces, and how, for people
-    :param backend: prepares its graphs
     """
 
     description: str
     run: Callable[..., Any]
-    backend: "Backend"
 
 
 class Strategies:
@@ -105,35 +105,33 @@ class Strategies:
     A batch that fails leaves no statistics. A strategy is given up only for an error of tracing,
     and only if a later one runs the same batch: a bad batch says nothing about the model.
 
+    :param store: keeps the graphs of all strategies
     :param strategies: all of them run the same; the last one accepts graph breaks
     """
 
-    def __init__(self, strategies: Sequence[Strategy]) -> None:
-        self._left = list(strategies)
+    def __init__(self, store: "GraphStore", strategies: Sequence[Strategy]) -> None:
+        self._store, self._left = weakref.ref(store), list(strategies)
         self._given_up: list[str] = []
         self._has_run = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        statistics = self._left[0].backend.bindings.statistics
+        store = self._store()
+        assert store is not None, "the store runs its strategies"
+        statistics = store.bindings.statistics
         before = None if statistics.is_final else statistics.snapshot()
         failed: list[str] = []
         for number, strategy in enumerate(self._left):
-            backend = strategy.backend
-            graphs, pieces = len(backend.graphs), len(backend.pieces)
+            graphs, pieces = len(store), len(store.auto.pieces)
             try:
                 result = strategy.run(*args, **kwargs)
             except BaseException as error:
-                for each in self._backends:
-                    each.rewind(before)
+                store.rewind(before)
                 if number == len(self._left) - 1 or not _cannot_trace(error):
                     raise
                 failed.append(f"gave up {strategy.description}: {_reason(error)}")
                 continue
             if failed:
-                # Graphs of the strategies that are given up run no more.
-                for each in self._backends:
-                    each.forget_graphs(graphs if each is backend else None)
-                del backend.pieces[:pieces]
+                store.forget_given_up(graphs, pieces)
                 del self._left[:number]
                 self._given_up += failed
             self._has_run = True
@@ -144,10 +142,6 @@ class Strategies:
         if not self._has_run:
             return []
         return [f"tracing strategy: {self._left[0].description}", *self._given_up]
-
-    @property
-    def _backends(self) -> "list[Backend]":
-        return list(dict.fromkeys(strategy.backend for strategy in self._left))
 
 
 def _cannot_trace(error: BaseException) -> bool:
@@ -189,11 +183,8 @@ def watched_while_traced(
 
         if not has_run:
             note()
-        backend.on_trace = note
-        try:
+        with backend.store.tracing_noted(note):
             result = run(*args, **kwargs)
-        finally:
-            backend.on_trace = None
         for before in held:
             _require_unchanged(model, before)
         has_run = True
