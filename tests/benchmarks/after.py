@@ -98,7 +98,7 @@ def _inlay(model: Any, batches: list[Any], scheme: str, out: Path) -> dict[str, 
     run = Run(model, _recipe(model, scheme), held_out=batches[HELD_OUT:], progress=False)
     if run.plan.needs_data:
         for one in batches[:HELD_OUT]:
-            run.run(one)
+            run.observe(**one)
     run.finalize()
     start = time.perf_counter()
     run.save(out)

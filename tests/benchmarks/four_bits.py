@@ -88,7 +88,7 @@ def _inlay(model: Any, wanted: dict[str, Any], method: str, calibrating: Any) ->
     start = time.perf_counter()
     calibration = inlay.Calibration(model, recipe, progress=False)
     if calibration.plan.needs_data:
-        calibration.expect(len(calibrating))
+        calibration.graphs.expect(len(calibrating))
         for window in calibrating:
             calibration.observe(input_ids=window[None])
     gathered = time.perf_counter()
@@ -99,7 +99,7 @@ def _inlay(model: Any, wanted: dict[str, Any], method: str, calibrating: Any) ->
             model.model(input_ids=window[None], use_cache=False)
     forwards = (time.perf_counter() - done) * len(calibrating) / 8
     for slot in calibration.plan.weight_slots():
-        folded = calibration.weights.folded(slot, qparams[slot.name])
+        folded = calibration.graphs.weights.folded(slot, qparams[slot.name])
         model.get_submodule(slot.module).weight.data.copy_(folded)
     return {"seconds": done - start, "gathering": gathered - start, "forwards": forwards}
 

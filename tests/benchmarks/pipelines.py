@@ -115,7 +115,7 @@ def _inlay() -> Callable[[Any, list[Any], Any], int]:
 
     def run(model: Any, batches: list[Any], recipe: Any) -> int:
         calibration = Calibration(model, recipe)
-        calibration.expect(len(batches))
+        calibration.graphs.expect(len(batches))
         for one in batches:
             calibration.observe(input_ids=one)
         return len(calibration.finalize())

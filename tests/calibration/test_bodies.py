@@ -289,7 +289,7 @@ def test_a_batch_that_a_block_cannot_trace_is_observed_anew() -> None:
     for name, found in calibration.statistics.snapshot().items():
         if name.startswith("blocks"):
             assert (found.seen, found.tokens) == (3, 2 + 3 + 5), name
-    lines = calibration.tracing
+    lines = calibration.graphs.tracing
     assert (
         lines[0] == "tracing strategy: several graphs of the model, with graph breaks between them"
     )

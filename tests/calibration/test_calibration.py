@@ -14,6 +14,8 @@ from specification import Inputs, assert_same_qparams, expected_qparams
 from torch import nn
 
 from inlay import Calibration, ConfigurationError, GraphError, Recipe, StatisticsError
+from inlay.calibration.phase import Phase
+from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import Observer
 from inlay.passes import PREPARE, ShareObservers
 from inlay.recipe import make_observer
@@ -434,6 +436,63 @@ def test_without_sharing_there_is_an_observer_for_every_slot() -> None:
     q = calibration.statistics.plan.slots["model.layers.0.self_attn.q_proj.input"]
     assert calibration.statistics.shared_with(q) == (q,)
     assert_same_qparams(calibration.finalize(), expected_qparams(model, STATIC, [one]))
+
+
+def test_passes_of_the_user_stand_in_every_phase() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.q(x) + self.k(x)
+
+    model, x, counts = Two(), torch.randn(2, 4), []
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    for passes in (PREPARE, [p for p in PREPARE if p is not ShareObservers]):
+        calibration = Calibration(model, recipe, compiler="eager", passes=passes)
+        calibration.observe(x)
+        calibration.finalize()
+        nodes = calibration.quantized_module(x).graph.nodes
+        counts.append(sum(isinstance(node.target, QuantizeDequantize) for node in nodes))
+    assert counts == [1, 2]
+
+
+def test_public_members_are_what_a_user_needs() -> None:
+    """Engine, evaluation and reports use `graphs`; a new member has to be wanted by users."""
+    calibration = Calibration(nn.Linear(4, 4), Recipe.from_preset("W8A8_STATIC"))
+    public = {name for name in dir(calibration) if not name.startswith("_")}
+    assert public == {
+        *("model", "recipe", "plan", "statistics", "equalization", "graphs", "show_progress"),
+        *("from_statistics", "stored", "save", "explain"),
+        *("backend", "observe", "needs_second_run", "equalize"),
+        *("finalize", "qparams", "quantized_module"),
+    }
+
+
+def test_graphs_are_prepared_for_a_phase() -> None:
+    recipe = Recipe.from_preset("W8A8_STATIC", inputs={"observer": "static_minmax"})
+    calibration = Calibration(nn.Sequential(nn.Linear(4, 4)), recipe, compiler="eager")
+    graphs, x = calibration.graphs, torch.randn(2, 4)
+
+    def prepared() -> set[Phase]:
+        return {key[0] for graph in graphs for key in graph.variants}
+
+    calibration.observe(x)
+    assert (graphs.phase, prepared()) == (Phase.OBSERVE, {Phase.OBSERVE})
+    calibration.finalize()
+    assert graphs.phase is Phase.QUANTIZE
+    outputs = []
+    with graphs.rerun() as rerun:
+        for phase in (Phase.PLAIN, Phase.COMPARE, Phase.QUANTIZE):
+            with rerun.running(phase):
+                assert graphs.phase is phase
+            outputs.append(rerun.outputs((x,), phase))
+        assert prepared() == set(Phase) - {Phase.OBSERVE_EQUALIZED}
+    plain, compared, quantized = outputs
+    assert torch.equal(plain, compared)
+    assert not torch.equal(plain, quantized)
+    assert (graphs.phase, prepared()) == (Phase.QUANTIZE, {Phase.OBSERVE})
 
 
 def test_explain() -> None:

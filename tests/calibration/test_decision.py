@@ -43,8 +43,8 @@ def observed(
 ) -> Calibration:
     torch._dynamo.reset()
     calibration = Calibration(layers(), recipe, **options)
-    calibration.auto.restore(stored)
-    calibration.expect(8)
+    calibration.graphs.auto.restore(stored)
+    calibration.graphs.expect(8)
     for x in batches():
         calibration.observe(x)
     return calibration
@@ -74,7 +74,7 @@ def test_savings_follow_from_the_model_and_the_recipe() -> None:
     def savings(model: torch.nn.Module, observer: str, preset: str = "FP8") -> Savings:
         recipe = Recipe.from_preset(preset, inputs={"observer": observer})
         calibration = Calibration(model, recipe)
-        return Savings.of(calibration.plan, calibration.weights.of_module)
+        return Savings.of(calibration.plan, calibration.graphs.weights.of_module)
 
     one, two = savings(linear(), "mse"), savings(layers(), "mse")
     assert (two.layers, two.searches) == (1, 1)  # of equal layers
@@ -109,11 +109,11 @@ def test_no_clock_decides(monkeypatch: pytest.MonkeyPatch, expected: int) -> Non
                 patch.setattr(time, name, Jumping(seed))
             torch._dynamo.reset()
             calibration = Calibration(layers(), FP8)
-            calibration.expect(expected)
+            calibration.graphs.expect(expected)
             for x in batches():
                 calibration.observe(x)
-            assert calibration.tier == ("compiled" if expected > 8 else "eager")
-            found.append((calibration.auto.decision, calibration.finalize()))
+            assert str(calibration.graphs.auto) == ("compiled" if expected > 8 else "eager")
+            found.append((calibration.graphs.auto.decision, calibration.finalize()))
     for decided, qparams in found[1:]:
         assert decided == found[0][0]
         for slot, expected_qparams in found[0][1].items():
@@ -150,10 +150,10 @@ model = torch.nn.Sequential(*(
     for _ in range(3)
 ))
 calibration = Calibration(model, Recipe.from_preset("FP8", inputs={"observer": "mse"}))
-calibration.expect(10**9)
+calibration.graphs.expect(10**9)
 for rows in (6, 9, 5, 17):
     calibration.observe(torch.randn(rows, 32))
-assert calibration.tier == "compiled", calibration.tiers
+assert str(calibration.graphs.auto) == "compiled", calibration.graphs.auto.described()
 calibration.stored().save(sys.argv[1])
 """
 
@@ -190,7 +190,7 @@ def test_statistics_do_not_depend_on_what_is_compiled(
     )
     plain = observed(recipe, compiler="eager")
     compiled = observed(recipe, stored={**stored, "observers": [observer]})
-    assert (plain.tier, compiled.tier) == ("", "compiled")
+    assert (str(plain.graphs.auto), str(compiled.graphs.auto)) == ("", "compiled")
     for name, qparams in plain.finalize().items():
         assert torch.equal(qparams["scale"], compiled.finalize()[name]["scale"])
 
@@ -203,7 +203,7 @@ def test_a_compiler_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) 
     message = r"compilation failed; continuing eagerly: RuntimeError: no C\+\+ compiler$"
     with pytest.warns(UserWarning, match=message):
         calibration = observed(FP8, stored=EVERYTHING)
-    assert calibration.tier == "eager"
+    assert str(calibration.graphs.auto) == "eager"
     assert re.search(message, calibration.explain(), re.MULTILINE)
     monkeypatch.undo()
     for name, qparams in observed(FP8, compiler="eager").finalize().items():
@@ -212,13 +212,13 @@ def test_a_compiler_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) 
 
 def test_auto_says_what_it_does() -> None:
     calibration = observed(FP8)
-    assert calibration.tier == "eager"
-    (line, *_) = calibration.tiers
+    assert str(calibration.graphs.auto) == "eager"
+    (line, *_) = calibration.graphs.auto.described()
     assert re.match(r"eager: compiling .* is estimated to .* over 40 tokens$", line)
     assert line in calibration.explain()
     alone = Calibration(layers(), FP8)
     alone.observe(batches()[0])
-    assert alone.tiers[0] == "eager: the number of batches to come is not known"
+    assert alone.graphs.auto.described()[0] == "eager: the number of batches to come is not known"
 
 
 def test_a_resumed_run_uses_the_decision_of_the_first(tmp_path: Path) -> None:
@@ -226,11 +226,11 @@ def test_a_resumed_run_uses_the_decision_of_the_first(tmp_path: Path) -> None:
     first.stored().save(tmp_path)
     stored = StoredStatistics.load(tmp_path)
     resumed = Calibration.from_statistics(layers(), FP8, stored)
-    resumed.expect(1)
-    resumed.auto.decide(1)
-    assert resumed.auto.decision == first.auto.decision
+    resumed.graphs.expect(1)
+    resumed.graphs.auto.decide(1)
+    assert resumed.graphs.auto.decision == first.graphs.auto.decision
     old = replace(stored, decision=None)  # as older files have it
-    assert Calibration.from_statistics(layers(), FP8, old).auto.decision is None
+    assert Calibration.from_statistics(layers(), FP8, old).graphs.auto.decision is None
     asked = observed(FP8, compiler="eager").stored()
     assert asked.decision is None
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from inlay import Calibration, Recipe
 from inlay.calibration.decision import Decision
+from inlay.calibration.tracing.strategies import call
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.nodes.kernels import missing_kernels
 from inlay.observers import Observer
@@ -108,11 +109,11 @@ def test_pieces_compiled_when_they_first_run() -> None:
     for compiler in ("eager", "auto"):
         torch._dynamo.reset()
         calibration = Calibration(model, STATIC, compiler=compiler)
-        calibration.auto.restore(asdict(Decision(compiled="everything")))
+        calibration.graphs.auto.restore(asdict(Decision(compiled="everything")))
         for one in batches:
-            calibration.run(on_device_of(model, one, varying_sizes(batches)))
+            call(calibration.observe, on_device_of(model, one, varying_sizes(batches)))
         found.append(calibration)
-    assert found[1].tier == "compiled"
+    assert str(found[1].graphs.auto) == "compiled"
     for name, qparams in found[0].finalize().items():
         torch.testing.assert_close(qparams["scale"], found[1].finalize()[name]["scale"])
 

@@ -11,6 +11,7 @@ from profiles import examples
 from torch import nn
 
 from inlay import Calibration, Recipe
+from inlay.calibration.tracing.strategies import call
 from inlay.errors import StatisticsError
 from inlay.observers import Observer, flatten_for_calibration
 from inlay.testing.modules import SequenceModule, TwoSequencesModule, sequence_modules
@@ -192,7 +193,7 @@ def statistics_of(model: nn.Module, batches: list, **options: object) -> dict:
     torch._dynamo.reset()
     calibration = Calibration(model, MINMAX, compiler="eager", progress=False, **options)
     for one in batches:
-        calibration.run(one)
+        call(calibration.observe, one)
     found = calibration.stored().slots
     return {
         name: [int(one.tokens), one.tensors["min_vals"], one.tensors["max_vals"]]

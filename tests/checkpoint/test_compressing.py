@@ -30,7 +30,7 @@ def layer_of(
     calibration = Calibration(model, recipe, compiler="eager")
     qparams = calibration.finalize()
     (layer,) = quantized_layers(model, calibration.plan)
-    return layer, calibration.weights.current(layer.weight).detach(), qparams
+    return layer, calibration.graphs.weights.current(layer.weight).detach(), qparams
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "FP8_DYNAMIC per tensor", "W8A8 per tensor"])

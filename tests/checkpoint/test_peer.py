@@ -93,7 +93,7 @@ def write_as_inlay(folder: Path, model: Any, recipe: Recipe) -> None:
         calibration.statistics.plan,
         recipe,
         qparams,
-        weights=calibration.weights,
+        weights=calibration.graphs.weights,
     )
 
 

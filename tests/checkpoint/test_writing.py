@@ -56,7 +56,7 @@ class Run:
         folder.mkdir(exist_ok=True)
         plan, qparams = self.calibration.statistics.plan, self.calibration.qparams
         assert qparams is not None
-        weights = self.calibration.weights
+        weights = self.calibration.graphs.weights
         return save_checkpoint(
             folder, self.model, plan, self.recipe, qparams, weights=weights, **options
         )
@@ -364,7 +364,7 @@ def test_a_scale_that_vanishes_in_its_dtype_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
     run = calibrated()
     plan, qparams = run.calibration.statistics.plan, run.calibration.qparams
-    weights = run.calibration.weights
+    weights = run.calibration.graphs.weights
     assert qparams is not None
     with pytest.raises(ConfigurationError, match="Sequential is not a model of transformers"):
         save_checkpoint(tmp_path, nn.Sequential(), plan, run.recipe, qparams, weights=weights)

@@ -143,7 +143,7 @@ def test_fingerprints_are_taken_only_where_statistics_are_kept(
     data = batches(model, 2)
     unkept = run(model, data, held_out=0)
     assert taken == []
-    assert unkept.data_seen.batches == 2
+    assert unkept.statistics.data_seen.batches == 2
     kept = run(model, data, held_out=0, statistics=tmp_path)
     assert len(taken) == 2
     assert StoredStatistics.load(tmp_path).data_seen.fingerprints == {0: "616e79", 1: "616e79"}
@@ -214,7 +214,7 @@ def test_padding_is_left_out_and_reported_for_a_model_that_does_not_read_its_mas
     run = calibrate(model, recipe, data, held_out=0, compiler="eager")
     valid = int(one["attention_mask"].sum())
     assert int(run.stored().slots["fc.input"].tokens) == valid
-    seen = run.data_seen
+    seen = run.statistics.data_seen
     assert (seen.tokens, seen.padding_tokens) == (valid, one["attention_mask"].numel() - valid)
 
 
@@ -227,7 +227,8 @@ def test_a_mask_that_does_not_tell_padding_is_refused() -> None:
     with pytest.raises(StatisticsError, match="does not tell for certain which tokens are padding"):
         calibrate(model, recipe, data, held_out=0, compiler="eager")
     run = calibrate(model, recipe, data, held_out=0, compiler="eager", count_padding=True)
-    assert (run.data_seen.tokens, run.data_seen.padding_tokens) == (rows * tokens, 0)
+    seen = run.statistics.data_seen
+    assert (seen.tokens, seen.padding_tokens) == (rows * tokens, 0)
 
 
 @Observer.register("test_average_of_all")
@@ -317,8 +318,8 @@ def test_the_check_of_the_trace_observes_nothing() -> None:
     random = torch.get_rng_state()
     found = run(model, batches(model), held_out=0)
     assert torch.equal(torch.get_rng_state(), random)
-    assert found.agreement is not None
-    assert (bool(found.agreement), found.agreement.difference) == (True, 0)
+    assert found.graphs.agreement is not None
+    assert (bool(found.graphs.agreement), found.graphs.agreement.difference) == (True, 0)
     assert {found.statistics.seen(slot) for slot in found.plan.activation_slots()} == {5}
     manual = Calibration(model, STATIC, compiler="eager")
     for one in batches(model):
@@ -345,9 +346,11 @@ class Counting(Mistraced):
 def test_a_model_that_differs_from_itself_is_not_refused(cls: type[nn.Module]) -> None:
     data = [(torch.randn(3, 8),) for _ in range(4)]
     found = calibrate(cls(), EIGHT, data, compiler="eager", held_out=0)
-    assert found.agreement is not None
-    if not found.agreement:
+    assert found.graphs.agreement is not None
+    if not found.graphs.agreement:
         assert "differs from itself" in found.explain()
         finding = report_of(found).findings[-1]
         assert "differs from itself" in finding.text
-    assert bool(found.agreement) == (cls is Random)  # random numbers are the same in both runs
+    assert bool(found.graphs.agreement) == (
+        cls is Random
+    )  # random numbers are the same in both runs

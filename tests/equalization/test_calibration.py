@@ -125,7 +125,7 @@ def test_padding_is_left_out_of_channels(scheme: str) -> None:
         wanted = Recipe.from_preset(scheme, ignore=["lm_head"], equalize=0.5)
         calibration = Calibration(model, wanted, compiler="eager", progress=False)
         calibration.observe(**inputs)
-        calibration.require_padding_left_out()
+        calibration.graphs.require_padding_left_out()
         found.append(calibration.stored().slots["model.layers.0.mlp.down_proj.input:channels"])
     assert found[0].tokens == found[1].tokens == 4
     for name, expected in found[1].tensors.items():

@@ -105,7 +105,7 @@ def test_scales_are_those_of_the_rows_and_the_weight_of_each_expert(family: str)
         own = torch.cat(rows[name])
         reached = own.abs().amax(0)
         reached = reached.clamp(min=float(reached.max()) * 1e-5)
-        columns = calibration.weights.of_module(name).abs().amax(0)
+        columns = calibration.graphs.weights.of_module(name).abs().amax(0)
         torch.testing.assert_close(found[name], reached**0.6 / columns**0.4)
         scale = calibration.qparams[f"{name}.input"]["scale"]
         torch.testing.assert_close(float(scale), float((own / found[name]).abs().max()) / 448)
@@ -113,8 +113,8 @@ def test_scales_are_those_of_the_rows_and_the_weight_of_each_expert(family: str)
             projection: calibration.plan.weights[f"{EXPERTS}.{number}.{projection}_proj"]
             for projection in ("gate", "up", "down")
         }
-        weights = {k: calibration.weights.original(view) for k, view in views.items()}
-        scaled = {k: calibration.weights.plain(view) for k, view in views.items()}
+        weights = {k: calibration.graphs.weights.original(view) for k, view in views.items()}
+        scaled = {k: calibration.graphs.weights.plain(view) for k, view in views.items()}
         assert torch.equal(scaled["gate"], weights["gate"])
         torch.testing.assert_close(scaled["up"], weights["up"] / found[name].unsqueeze(1))
         torch.testing.assert_close(scaled["down"], weights["down"] * found[name])

@@ -231,7 +231,7 @@ def test_without_data_weights_still_have_an_error() -> None:
     assert (found.batches, found.changes, found.findings) == (0, (), ())
     for layer, module in zip(found.layers, model, strict=True):
         slot = calibration.statistics.plan.slots[f"{layer.module}.weight"]
-        with calibration.rerun() as rerun:
+        with calibration.graphs.rerun() as rerun:
             folded = rerun.bindings.folded(slot)
         expected = decibels(module.weight.detach(), folded)
         assert layer.weight_sqnr_db == pytest.approx(expected, abs=1e-3)

@@ -39,7 +39,7 @@ def calibrated(model: Any, name: str, **fields: Any) -> Calibration:
 def expected_errors(calibration: Calibration, rows: torch.Tensor, name: str) -> list[float]:
     """The SQNR of output, weight and input of a projection."""
     plan, qparams = calibration.plan, calibration.qparams
-    weight = calibration.weights.original(plan.weights[name])
+    weight = calibration.graphs.weights.original(plan.weights[name])
     folded = fold_weight(weight, plan.slots[f"{name}.weight"].args, qparams[f"{name}.weight"])
     slot, quantized = plan.slots.get(f"{name}.input"), rows
     if slot is not None:

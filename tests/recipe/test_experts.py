@@ -96,7 +96,7 @@ def test_the_finalized_graph_has_the_quantized_weights(family: Any, dtype: torch
         module = calibration.quantized_module(**one, use_cache=False)
         exported = module(**one, use_cache=False).logits
         for slot in calibration.plan.weight_slots():
-            weight = calibration.weights.of_module(slot.module)
+            weight = calibration.graphs.weights.of_module(slot.module)
             weight.copy_(fold_weight(weight, slot.args, calibration.qparams[slot.name]))
         expected = model(**one).logits  # the experts of the model share their memory
     assert torch.equal(found, expected)

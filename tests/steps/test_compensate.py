@@ -117,19 +117,19 @@ def test_no_layer_loses_by_compensation_and_all_gain_together(changes: dict[str,
     }
     kept = {name: known.tensors["hessian"].clone() for name, known in statistics.items()}
     qparams = calibration.finalize()
-    assert len(calibration.compensations) == 14
+    assert len(calibration.graphs.weights.compensations) == 14
     for slot in calibration.plan.weight_slots():
-        gain = calibration.compensations[slot.module]
+        gain = calibration.graphs.weights.compensations[slot.module]
         assert gain.after <= gain.before
         view = calibration.plan.weights[slot.module]
-        weight = calibration.weights.current(view)
-        folded = calibration.weights.folded(slot.module, qparams)
+        weight = calibration.graphs.weights.current(view)
+        folded = calibration.graphs.weights.folded(slot.module, qparams)
         assert torch.equal(folded, weight), "compensated weights lie on their grid"
         if "equalize" not in changes:
-            difference = (folded - calibration.weights.plain(view).detach()).unsqueeze(0)
+            difference = (folded - calibration.graphs.weights.plain(view).detach()).unsqueeze(0)
             error = output_errors(difference, kept[slot.module].unsqueeze(0)).sum()
             assert float(error) == pytest.approx(gain.after, rel=1e-3)
-    gains = calibration.compensations.values()
+    gains = calibration.graphs.weights.compensations.values()
     assert sum(each.after for each in gains) < 0.9 * sum(each.before for each in gains)
 
 
@@ -151,14 +151,14 @@ def test_graph_checkpoint_and_export_have_the_compensated_weights(
     torch.testing.assert_close(in_graph, served, **close)
     for slot in run.plan.weight_slots():
         view = run.plan.weights[slot.module]
-        own = run.weights.current(view)
+        own = run.graphs.weights.current(view)
         assert torch.equal(loaded.get_submodule(slot.module).weight.to(own), own)
-        assert not torch.equal(own, run.weights.plain(view))
+        assert not torch.equal(own, run.graphs.weights.plain(view))
     from inlay.cli.outcome import report_data
 
     shown = report_data(tmp_path / "out")
     assert shown is not None
-    assert [each.module for each in shown.compensated] == list(run.compensations)
+    assert [each.module for each in shown.compensated] == list(run.graphs.weights.compensations)
     assert not any("hessian" in name for name in StoredStatistics.load(tmp_path / "out").slots)
 
 
@@ -176,7 +176,8 @@ def test_shared_weights_are_compensated_once() -> None:
     calibration = Calibration(model, recipe(ignore=[]), compiler="eager", progress=False)
     calibration.observe(torch.randn(64, 32))
     calibration.finalize(accept={"unobserved"})
-    assert torch.equal(calibration.weights.compensated["a"], calibration.weights.compensated["b"])
+    compensated = calibration.graphs.weights.compensated
+    assert torch.equal(compensated["a"], compensated["b"])
 
 
 def test_without_data_the_weights_are_named() -> None:
@@ -184,7 +185,7 @@ def test_without_data_the_weights_are_named() -> None:
     with pytest.raises(StatisticsError, match=r"no data for model\.layers\.0\.self_attn\.q_proj"):
         calibration.finalize()
     calibration.finalize(accept={"unobserved"})
-    assert not calibration.compensations
+    assert not calibration.graphs.weights.compensations
 
 
 @pytest.mark.slow
@@ -199,7 +200,9 @@ def test_stored_hessians_serve_another_format(tmp_path: Path) -> None:
     again = requantize(model, other, stored)
     expected = inlay.calibrate(model, other, data, held_out=0, compiler="eager")
     for slot in expected.plan.weight_slots():
-        assert torch.equal(again.weights.current(slot), expected.weights.current(slot))
+        assert torch.equal(
+            again.graphs.weights.current(slot), expected.graphs.weights.current(slot)
+        )
     with pytest.raises(StatisticsError, match="keep_hessians"):
         requantize(model, other, expected.stored())
 
@@ -217,7 +220,7 @@ def test_a_hessian_that_overflows_is_reported() -> None:
     calibration.observe(torch.full((4, 32), 1e30))
     with pytest.warns(UserWarning, match="could not factorize the Hessian of 0"):
         calibration.finalize()
-    assert calibration.compensations["0"].failed
+    assert calibration.graphs.weights.compensations["0"].failed
 
 
 @pytest.mark.slow
@@ -232,7 +235,8 @@ def test_experts_have_hessians_of_the_tokens_sent_to_them() -> None:
     }
     assert len(set(tokens.values())) > 1
     calibration.finalize(accept={"few_tokens"})
-    assert sum("experts" in name for name in calibration.compensations) == len(tokens)
+    gains = calibration.graphs.weights.compensations
+    assert sum("experts" in name for name in gains) == len(tokens)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def run(job: Job) -> dict[str, Any]:
                 for name, known in stored.slots.items()
             },
             "seen": (done.record.samples, done.record.tokens, stored.data_seen.batches),
-            "compensated": {n: t.tolist() for n, t in done.weights.compensated.items()},
+            "compensated": {n: t.tolist() for n, t in done.graphs.weights.compensated.items()},
             "equalized": [str(each) for each in done.equalization.done],
             "scales": {
                 group.name: scales.values.tolist()

@@ -157,7 +157,8 @@ def calibrate(argument: tuple[str, Batches, float | None]) -> dict[str, Any]:
         calibration.equalize()
         for batch in batches:
             calibration.observe(torch.from_numpy(batch))
-    calibration.data_seen = DataSeen(batches=len(batches), samples=2 * len(batches), tokens=7)
+    seen = DataSeen(batches=len(batches), samples=2 * len(batches), tokens=7)
+    calibration.statistics.data_seen = seen
     qparams = calibration.finalize()
     stored = calibration.stored()
     return {

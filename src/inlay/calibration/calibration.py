@@ -1,8 +1,6 @@
 """Calibration: observe a model while it runs, then let it run quantized."""
 
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,9 @@ from torch.fx import GraphModule
 
 from inlay.calibration.backend import AUTO, Backend
 from inlay.calibration.bindings import Bindings
-from inlay.calibration.decision import Auto
 from inlay.calibration.explain import explain
 from inlay.calibration.graph_store import GraphStore
-from inlay.calibration.phase import Phase
-from inlay.calibration.pipelines import quantizing
-from inlay.calibration.rerun import Rerun
 from inlay.calibration.tracing.running import evaluating
-from inlay.collectives import from_all_ranks
 from inlay.equalization.equalization import Equalization
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.fingerprints import fingerprints, weights_in
@@ -30,7 +23,6 @@ from inlay.padding.of_batch import Padding
 from inlay.passes import PREPARE
 from inlay.ranks.together import together
 from inlay.recipe import Plan, Recipe
-from inlay.run_record import Agreement
 from inlay.statistics.by_slot import StatisticsBySlot
 from inlay.statistics.coverage import require_same_tokens
 from inlay.statistics.data_seen import DataSeen
@@ -41,7 +33,7 @@ from inlay.statistics.on_disk import (
 )
 from inlay.steps import run_steps
 from inlay.steps.accepting import known_words
-from inlay.steps.finalizing import Compensation, Finalizing
+from inlay.steps.finalizing import Finalizing
 from inlay.steps.weights import Weights
 
 __all__ = ["Calibration"]
@@ -53,11 +45,13 @@ class Calibration:
     :param model: the model; it is not changed
     :param recipe: what to quantize and how
     :param compiler: the Dynamo backend that compiles graphs with observers in them, or "auto", the
-        default: `observe` runs eagerly, or compiles with Inductor what the batches that `expect`
-        announces are estimated to repay
-    :param passes: passes that make a traced graph observe, as types or as instances
+        default: `observe` runs eagerly, or compiles with Inductor what the batches that
+        `graphs.expect` announces are estimated to repay
+    :param passes: passes that insert observers into a traced graph, as types or as instances, in
+        place of `inlay.passes.PREPARE`. Types are given the fields that the calibration knows
     :param count_padding: whether padding tokens count, as the attention mask tells them
     :param progress: whether to draw progress bars; by default where there is a terminal
+    :ivar graphs: the traced graphs, and how they run
     """
 
     def __init__(
@@ -74,15 +68,11 @@ class Calibration:
         self.plan = Plan(model, recipe)
         self.recipe = self.plan.recipe
         self.statistics = StatisticsBySlot(self.plan)
-        self.data_seen = DataSeen()
-        self.data_parts: tuple[DataSeen, ...] = ()  # what each rank has seen, once it is finalized
-        self.last_batch = 0  # the number of the last batch of this rank, among those of all
         self.show_progress = progress
         self.equalization = Equalization(model, self.plan)
-        self.compensations: dict[str, Compensation] = {}  # what GPTQ gained, by module
         weights = Weights(model, self.plan, self.equalization.parameters)
-        self.padding = Padding(lambda: self.model, self.plan)
-        bindings = Bindings(self.statistics, weights, self.equalization, self.padding)
+        padding = Padding(lambda: self.model, self.plan)
+        bindings = Bindings(self.statistics, weights, self.equalization, padding)
         self.graphs = GraphStore(
             lambda: self.model,
             bindings,
@@ -113,14 +103,9 @@ class Calibration:
         require_same_weights(model, stored, accept)
         calibration.equalization.restore(stored)
         calibration.statistics.is_second_run = calibration.equalization.is_settled
-        calibration.data_seen = stored.data_seen
+        calibration.statistics.data_seen = stored.data_seen
         calibration.graphs.auto.restore(stored.decision)
         return calibration
-
-    def forget_data(self) -> None:
-        """Drop restored statistics on this rank, so that they are merged only once."""
-        self.statistics.forget_stored()
-        self.data_seen = DataSeen()
 
     def stored(self, *, model: str = "", data: str = "") -> StoredStatistics:
         """Return the statistics so far: those of this rank, and once finalized those of all."""
@@ -130,7 +115,7 @@ class Calibration:
             slots=self.statistics.snapshot(),
             model=model,
             data=data,
-            data_seen=self.data_seen,
+            data_seen=self.statistics.data_seen,
             groups=self.equalization.stored(),
             is_second_run=self.statistics.is_second_run,
             scales={name: scales.values for name, scales in settled.items()},
@@ -155,7 +140,6 @@ class Calibration:
             raise ConfigurationError(
                 "the calibration is finalized; make a new one to observe more batches"
             )
-        self.graphs.auto.decide_by([*args, *kwargs.values()])
         self.graphs.run(*args, **kwargs)
 
     @property
@@ -175,63 +159,11 @@ class Calibration:
             )
         self.statistics.merge_ranks()
         try:
-            self.equalization.choose(self.statistics, self.weights.of_module)
+            self.equalization.choose(self.statistics, self.graphs.weights.of_module)
         finally:
             self.statistics.forget_ranks()
         self.statistics.is_second_run = self.equalization.is_settled = True
-        self.data_seen = DataSeen()
-
-    def observing_equalized(self) -> AbstractContextManager[None]:
-        return self.graphs.running(Phase.OBSERVE_EQUALIZED)
-
-    def forget_equalized_copies(self) -> None:
-        self.graphs.forget_equalized_copies()
-
-    def expect(self, batches: int) -> None:
-        """Say before the first batch how many will come, so that "auto" compiles for many."""
-        self.graphs.auto.expected = batches
-
-    @property
-    def tracing(self) -> list[str]:
-        return self.graphs.tracing
-
-    @property
-    def auto(self) -> Auto:
-        return self.graphs.auto
-
-    @property
-    def agreement(self) -> Agreement | None:
-        return self.graphs.agreement
-
-    @agreement.setter
-    def agreement(self, agreement: Agreement | None) -> None:
-        self.graphs.agreement = agreement
-
-    @property
-    def count_padding(self) -> bool:
-        return self.graphs.count_padding
-
-    @property
-    def tiers(self) -> list[str]:
-        return self.auto.described()
-
-    @property
-    def tier(self) -> str:
-        return str(self.auto)
-
-    @property
-    def compilations(self) -> int:
-        return self.graphs.compilations
-
-    def run(self, batch: Any) -> None:
-        """Observe a batch: keyword arguments of the model by name, or positional ones."""
-        _call(self.observe, batch)
-
-    def run_in_stages(self, arrange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self.graphs.run_in_stages(arrange)
-
-    def rehearsing(self) -> AbstractContextManager[None]:
-        return self.graphs.rehearsing()
+        self.statistics.data_seen = DataSeen()
 
     @property
     def model(self) -> nn.Module:
@@ -240,10 +172,6 @@ class Calibration:
         if model is None:
             raise ConfigurationError("the model is gone; keep it for as long as it is calibrated")
         return model
-
-    def borrow_model(self) -> None:
-        """Stop keeping the model alive."""
-        self._model = weakref.ref(self.model)
 
     def finalize(self, *, accept: Collection[str] = ()) -> dict[str, QParamsDict]:
         """Compute all qparams. From then on the compiled model runs quantized.
@@ -266,33 +194,24 @@ class Calibration:
         assert self.statistics.qparams is not None
         return self.statistics.qparams
 
-    def finalizing(self, **given: Any) -> Finalizing:
-        """Return what the steps of finalize start from, with these fields of `Finalizing`."""
-        own: dict[str, Any] = {"statistics": self.statistics, "weights": self.weights}
-        own |= {"progress": self.show_progress, "last_batch": self.last_batch}
-        return Finalizing(**{**own, **given})
-
-    @property
-    def weights(self) -> Weights:
-        """The weights of quantized modules: plain, equalized, compensated or folded."""
-        return self.graphs.bindings.weights
-
     def _finalize(self, accept: Collection[str]) -> None:
         accepted = known_words(accept)
-        found = run_steps(self.finalizing(plan=self.plan, accept=accepted, equalize=self._equalize))
-        self.statistics.qparams, self.statistics.accepted = found.qparams, accepted
-        self.compensations = found.compensations
+        state = Finalizing(
+            statistics=self.statistics,
+            plan=self.plan,
+            weights=self.graphs.weights,
+            equalize=self._equalize,
+            accept=accepted,
+            progress=self.show_progress,
+        )
+        self.statistics.qparams, self.statistics.accepted = run_steps(state).qparams, accepted
         self.graphs.unbind()  # from statistics that were dropped
-        self.data_parts = tuple(from_all_ranks(self.data_seen))
-        self.data_seen = DataSeen.of_all(self.data_parts)
+        self.statistics.merge_data()
 
     def _equalize(self) -> None:
         if not self.equalization.is_settled:
-            self.equalization.choose(self.statistics, self.weights.of_module)
+            self.equalization.choose(self.statistics, self.graphs.weights.of_module)
         self.equalization.apply(self.statistics)
-
-    def require_padding_left_out(self) -> None:
-        self.graphs.require_padding_left_out()
 
     def quantized_module(self, *args: Any, **kwargs: Any) -> GraphModule:
         """The finalized model as a module of its own, with scales and weights as constants.
@@ -304,11 +223,8 @@ class Calibration:
         with evaluating(self.model):
             gm = torch.export.export(self.model, args, kwargs).module(check_guards=False)
         assert isinstance(gm, GraphModule)
-        pipeline = quantizing(self.plan, self.statistics.qparams, self.equalization.parameters)
+        pipeline = self.graphs.pipeline(kernels=self.backend.uses_kernels)
         return self.graphs.bindings.bound(pipeline(gm).graph_module)
-
-    def rerun(self) -> AbstractContextManager[Rerun]:
-        return self.graphs.rerun()
 
     def save(
         self,
@@ -340,7 +256,3 @@ class Calibration:
     def explain(self) -> str:
         """What is observed where, by which pass, shared with what, and the graphs."""
         return explain(self.statistics, self.graphs, self.equalization.described())
-
-
-def _call(run: Callable[..., Any], batch: Any) -> Any:
-    return run(**batch) if isinstance(batch, Mapping) else run(*batch)

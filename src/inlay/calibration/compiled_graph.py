@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from inlay.calibration.bindings import GivenInputs
+from inlay.calibration.called_modules import CalledModules
 from inlay.calibration.phase import Phase
 from inlay.calibration.tracing.blocks import Block, BlockCall, call_block, is_block_call
 from inlay.calibration.tracing.strategies import Dropped
@@ -21,22 +21,19 @@ from inlay.graph import (
     Lookup,
     PaddingMask,
     Source,
-    called_path,
     calls_outlined,
     copy,
     equalizable,
     fake_value,
     inputs_of,
     label_inputs,
-    parameter_reads,
     repeated_graphs,
     tensor_of,
-    weight_use,
 )
 from inlay.nodes.call_body import CallBody
 from inlay.padding.layouts import Layouts
 from inlay.passes import InlineCalls, OutlineRepeats
-from inlay.recipe import Locate, Plan
+from inlay.recipe import Plan
 
 if TYPE_CHECKING:
     from inlay.calibration.backend import Backend
@@ -83,22 +80,7 @@ class CompiledGraph:
         # Weights are operands of calls until these are inlined.
         self.gm = gm = InlineCalls()(self._with_bodies(gm)).graph_module
         self.num_outputs = _num_outputs(gm)
-        inputs = {node: position for position, node in enumerate(inputs_of(gm.graph))}
-        uses = ((weight_use(gm, node), called_path(node)) for node in gm.graph.nodes)
-        found = [(use, path) for use, path in uses if use is not None and use.weight_node in inputs]
-        # Modules that share a weight share an input: each use has a module of its own.
-        self._weights = list(
-            dict.fromkeys(
-                (inputs[use.weight_node], use.kind, path) for use, path in found if use.weight_node
-            )
-        )
-        self._reads = [
-            (path, inputs[value])
-            for path, value in parameter_reads(gm)
-            if isinstance(value, Node) and value in inputs
-        ]
-        self._paths = list(dict.fromkeys(filter(None, map(called_path, gm.graph.nodes))))
-        self._parameters: list[int] | None = None  # positions; found with the first call
+        self._called = CalledModules(gm)
         named = ((_ARGUMENT.match(node.name), n) for n, node in enumerate(inputs_of(gm.graph)))
         self._arguments = {match.group(1): n for match, n in named if match is not None}
         self.variants: dict[Any, Variant] = {}
@@ -195,14 +177,13 @@ class CompiledGraph:
     def bind(self, args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         """The compiled graph for these weights, and the statistics or qparams of their slots."""
         bindings, phase, root = self.store.bindings, self.store.phase, self.store.root
-        parameters = (id(args[position]) for position in self._known_by(args))
         # Layouts live as long as the calibration.
-        of_batch = id(self._layouts)
-        key = (phase, root, of_batch, *parameters)
+        key = (phase, root, id(self._layouts), *self._called.key(self._plan, args))
         bound = self._bound.get(key)
         if bound is None:
             modules = self.modules(args)
-            bindings.statistics.unrecognised.update(self._called(args) - set(modules))
+            quantized = self._called.quantized(self._plan, args, root)
+            bindings.statistics.unrecognised.update(quantized - set(modules))
             variant = self._variant(modules, args)
             names = _renaming(variant.modules, modules)
             tensors = variant.inputs.resolve(bindings, names, args)
@@ -211,18 +192,6 @@ class CompiledGraph:
             if found is not None:
                 bindings.equalization.take_in(found, _lookup(variant.graph_module, args))
         return bound
-
-    def _known_by(self, args: Sequence[Any]) -> list[int]:
-        """Positions of the arguments that tell for which modules the graph is called."""
-        plan = self._plan
-        if plan.recipe.equalize is None and not plan.shares_weights:
-            return [position for position, _, _ in self._weights]
-        # Equalization also scales norms and biases, and these tell modules with one weight apart.
-        if self._parameters is None:
-            self._parameters = [
-                position for position, arg in enumerate(args) if isinstance(arg, nn.Parameter)
-            ]
-        return self._parameters
 
     def _variant(self, modules: tuple[str | None, ...], args: Sequence[Any]) -> Variant:
         bindings, phase = self.store.bindings, self.store.phase
@@ -261,26 +230,8 @@ class CompiledGraph:
         return self.store.bindings.statistics.plan
 
     def modules(self, args: Sequence[Any]) -> tuple[str | None, ...]:
-        """The modules whose weights are among the arguments."""
-        plan, located = self._plan, self._locator(args)
-        return tuple(
-            plan.owner(args[position], kind, path and located(path))
-            for position, kind, path in self._weights
-        )
-
-    def _called(self, args: Sequence[Any]) -> set[str]:
-        """Return the quantized modules with a weight that ran, matched or not."""
-        plan, located = self._plan, self._locator(args)
-        return {
-            name
-            for name in map(located, self._paths)
-            if name in plan.kinds and plan.of_module(name)
-        }
-
-    def _locator(self, args: Sequence[Any]) -> Locate:
-        reads = ((path, args[position]) for path, position in self._reads)
-        tensors = ((path, arg) for path, arg in reads if isinstance(arg, torch.Tensor))
-        return self._plan.locator(tensors, self.store.root)
+        """Return the modules whose weights are among the arguments."""
+        return self._called.with_weights(self._plan, args, self.store.root)
 
     def _compile(self, gm: GraphModule, modules: tuple[str | None, ...]) -> Variant:
         bindings = self.store.bindings

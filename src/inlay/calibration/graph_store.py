@@ -23,6 +23,7 @@ from inlay.graph import Pass, Pipeline
 from inlay.padding.layouts import Layouts
 from inlay.run_record import Agreement
 from inlay.statistics.value import Statistics
+from inlay.steps.weights import Weights
 
 __all__ = ["GraphStore"]
 
@@ -79,6 +80,11 @@ class GraphStore:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of quantized modules: plain, equalized, compensated or folded."""
+        return self._own.weights
 
     @property
     def bindings(self) -> Bindings:
@@ -138,19 +144,21 @@ class GraphStore:
             case Phase.PLAIN:
                 return Pipeline(())
 
+    def expect(self, batches: int) -> None:
+        """Say before the first batch how many will come, so that "auto" compiles for many."""
+        self.auto.expected = batches
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the graphs, by the fastest tracing strategy that can trace it."""
         model = self._model()
+        if self.phase.observes:
+            self.auto.decide_by([*args, *kwargs.values()])
         if self._strategies is None:
             self._strategies = run_for_statistics(model, self._pruning, self._keeping)
         args, given = by_name(model, args, without_cache(model, kwargs))
         padding, is_final = self._own.padding, self._own.statistics.is_final
         with running(), padding.of_batch(given, counts=self.count_padding, compares=is_final):
             return self._strategies(*args, **given)
-
-    def run_batch(self, batch: Any) -> Any:
-        """Run a batch: keyword arguments of the model by name, or positional ones."""
-        return self.run(**batch) if isinstance(batch, Mapping) else self.run(*batch)
 
     def run_in_stages(self, arrange: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Run the model block by block under an external driver, as streaming does.

@@ -1,6 +1,7 @@
 """`torch.compile(model, backend="inlay", options={"recipe": …})`, and `inlay.finalize`."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,13 +49,20 @@ def compile_by_name(
     key = _key(options)
     if key not in begun:
         recipe = options["recipe"]
-        begun[key] = Calibration(
+        begun[key] = _Borrowing(
             model,
             recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe),
             compiler=options.get("compiler", "inductor"),
         )
-        begun[key].borrow_model()  # an entry that holds its own key would never go
     return begun[key].backend(gm, example_inputs)
+
+
+class _Borrowing(Calibration):
+    """A calibration that does not keep its model alive: `_BEGUN` would never let go of its key."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, *, compiler: str) -> None:
+        super().__init__(model, recipe, compiler=compiler)
+        self._model = weakref.ref(model)
 
 
 def calibration_of(compiled: nn.Module) -> Calibration:

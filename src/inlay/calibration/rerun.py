@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from inlay.calibration.bindings import Bindings
 from inlay.calibration.phase import Phase
+from inlay.calibration.tracing.strategies import call
 from inlay.errors import GraphError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Rerun:
 
     def run(self, batch: Any) -> Any:
         """Run a batch in the phase that graphs are in."""
-        return self.store.run_batch(batch)
+        return call(self.store.run, batch)
 
     def outputs(self, batch: Any, phase: Phase) -> Any:
         """Return the outputs of the model: quantized in the phase QUANTIZE, plain in the others."""

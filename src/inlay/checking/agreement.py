@@ -1,8 +1,5 @@
 """Whether statistics and outputs are the same, and how to say that they are not."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -14,7 +11,6 @@ from inlay.statistics.functional import tensors_of
 
 __all__ = [
     "CLOSE",
-    "call",
     "differ_by",
     "require_close",
     "require_statistics",
@@ -23,11 +19,6 @@ __all__ = [
 ]
 
 CLOSE = 1e-3  # of the norm of outputs, where a compiler or a dtype may round
-
-
-def call(model: Callable[..., Any], batch: Any) -> Any:
-    """Call a model with keyword arguments by name, or with positional ones."""
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
 
 
 def rounding_of(model: nn.Module) -> float:

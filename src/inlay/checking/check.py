@@ -14,9 +14,9 @@ from torch import nn
 
 from inlay.calibration import Calibration
 from inlay.calibration.tracing.running import evaluating
+from inlay.calibration.tracing.strategies import call
 from inlay.checking.agreement import (
     CLOSE,
-    call,
     require_close,
     require_statistics,
     rounding_of,
@@ -79,11 +79,11 @@ def _check(
     # A copy, as a model may keep something of the batches it has seen.
     hooked = _observed_by_hooks(copy.deepcopy(model), calibration, batches)
     for batch in batches:
-        calibration.run(batch)
+        call(calibration.observe, batch)
     if calibration.needs_second_run:
         calibration.equalize()
         for batch in batches:
-            calibration.run(batch)
+            call(calibration.observe, batch)
     scaled = _scaled_inputs(calibration)
     plain = {name: seen for name, seen in hooked.items() if name not in scaled}
     results = [(_statistics_agree(calibration, plain, tolerance), True)]

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from inlay.calibration import Calibration
+from inlay.calibration.tracing.strategies import call
 from inlay.checking.agreement import require_statistics, rounding_of
 from inlay.checking.alone import ComputedOtherwiseError, named, sequences_of, valid_of
 from inlay.checking.hooks import Hooks
@@ -36,8 +37,8 @@ def padding_agrees(
     model = calibration.model
     try:
         for batch in batches:
-            calibration.run(batch)
-        calibration.require_padding_left_out()
+            call(calibration.observe, batch)
+        calibration.graphs.require_padding_left_out()
     except StatisticsError as error:
         return f"padding, as {str(error).partition(';')[0].removeprefix('the batch has ')}", False
     try:
@@ -79,10 +80,10 @@ def sequences_agree(
     for batch in batches:
         whole = named(model, batch)
         if valid_of(whole) is None and valid_of(whole, "decoder_") is None:
-            alone.run(whole)
+            call(alone.observe, whole)
             continue
         for sequence in sequences_of(whole):
-            alone.run(sequence)
+            call(alone.observe, sequence)
     found, expected = (each.statistics.snapshot() for each in (padded, alone))
     if found.keys() != expected.keys():
         names = ", ".join(sorted(found.keys() ^ expected.keys())[:5])

@@ -33,8 +33,8 @@ def read_batches(model: nn.Module, data: Any, tokenizer: Any, options: DataOptio
 
 def seen_with(run: Run, batch: Any) -> DataSeen:
     """Add a batch to the data that a run has seen."""
-    tokens, padding = count_tokens(run.model, batch, count_padding=run.count_padding)
-    seen = run.data_seen
+    tokens, padding = count_tokens(run.model, batch, count_padding=run.graphs.count_padding)
+    seen = run.statistics.data_seen
     return seen.after(samples=_rows(batch), tokens=tokens, padding=padding)
 
 
@@ -52,7 +52,7 @@ def require_data(seen: DataSeen) -> None:
 
 def describe_data(run: Run, batches: Batches) -> None:
     """Add to the description of a run's data how it was divided and what is unusual about it."""
-    run.data += _divided(batches, run.data_parts) + batches.remarks(run.plan.needs_data)
+    run.data += _divided(batches, run.statistics.data_parts) + batches.remarks(run.plan.needs_data)
 
 
 def _divided(batches: Batches, parts: Sequence[DataSeen]) -> str:

@@ -103,7 +103,7 @@ def requantize(
     )
     assert isinstance(run, Run)
     if not is_first():
-        run.forget_data()  # what all have counts once
+        run.statistics.forget_stored()  # what all have counts once
     with run.stages("searching ranges"):
         run.finalize(accept=accept)
     return run

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
+from inlay.calibration.tracing.strategies import call
 from inlay.collectives import from_all_ranks
 from inlay.data.batch import count_tokens, on_device_of, varying_sizes
 from inlay.data.sources import Batches
@@ -46,7 +47,7 @@ class InMemory(Engine):
 
     def load(self, region: Region) -> None:
         """Refuse Hessians that do not fit beside the model, which is loaded already."""
-        require_room_for_hessians(self.run.plan, self.run.weights)
+        require_room_for_hessians(self.run.plan, self.run.graphs.weights)
 
     def observe(self, region: Region) -> None:
         run = self.run
@@ -85,30 +86,33 @@ class InMemory(Engine):
                 "or observe inputs with static_minmax, which needs one run"
             )
         self._observe()
-        seen = run.data_seen
+        seen = run.statistics.data_seen
         with run.stages("equalizing"):
             run.equalize()
         self._keeper.begin_second_run(run)
         shortest = self._observe()
-        if run.data_seen != seen:
+        again = run.statistics.data_seen
+        if again != seen:
             raise StatisticsError(
-                f"the data was not the same when it was run a second time: {run.data_seen.tokens} "
-                f"tokens in {run.data_seen.batches} batches after {seen.tokens} in {seen.batches}; "
-                "give data that can be read twice, such as a list"
+                f"the data was not the same when it was run a second time: {again.tokens} tokens "
+                f"in {again.batches} batches after {seen.tokens} in {seen.batches}; give data "
+                "that can be read twice, such as a list"
             )
         return shortest
 
     def _observe(self) -> Any:
         """Run the data, and return its shortest batch."""
         run, batches, keeper = self.run, self._batches, self._keeper
-        model, count_padding = run.model, run.count_padding
+        model, count_padding = run.model, run.graphs.count_padding
         shortest: tuple[int, Any] | None = None
         checked = 0  # graphs that are known to leave out padding
         total = _count(batches)
         varying = varying_sizes(batches if total else ())
         show = run.show_progress
         counted = partial(count_tokens, model, count_padding=count_padding)
-        run.auto.decide(None if total is None else sum(sum(counted(batch)) for batch in batches))
+        run.graphs.auto.decide(
+            None if total is None else sum(sum(counted(batch)) for batch in batches)
+        )
         with Bar(_label(run), total=total, unit="tokens", show=show) as bar:
             for number, batch in batches.numbered:
                 look_around()
@@ -120,13 +124,13 @@ class InMemory(Engine):
                     shortest = tokens, batch
                 _run_timed(run, on_device_of(model, batch, varying))
                 if padding and not count_padding and checked < len(run.graphs):
-                    run.require_padding_left_out()
+                    run.graphs.require_padding_left_out()
                     checked = len(run.graphs)
-                run.data_seen = seen_with(run, batch)
-                bar.advance(tokens, run.tier)
+                run.statistics.data_seen = seen_with(run, batch)
+                bar.advance(tokens, str(run.graphs.auto))
                 keeper.note(run, number, batch)
         keeper.require_all_met()
-        require_data(DataSeen.of_all(from_all_ranks(run.data_seen)))
+        require_data(DataSeen.of_all(from_all_ranks(run.statistics.data_seen)))
         return None if shortest is None else shortest[1]
 
 
@@ -138,9 +142,9 @@ def _label(run: Run) -> str:
 
 def _run_timed(run: Run, batch: Any) -> None:
     """Run a batch. One in which something was traced or compiled is a stage of its own."""
-    known, start = run.compilations, time.perf_counter()
-    run.run(batch)
-    name = "calibrating" if run.compilations == known else "tracing and compiling"
+    known, start = run.graphs.compilations, time.perf_counter()
+    call(run.observe, batch)
+    name = "calibrating" if run.graphs.compilations == known else "tracing and compiling"
     run.stages.add(name, time.perf_counter() - start)
 
 

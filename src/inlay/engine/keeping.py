@@ -80,8 +80,8 @@ class Keeper:
             assert isinstance(resumed, Run)
             run = resumed
             self._fingerprints = dict(stored.data_seen.fingerprints)
-            run.last_batch = max(self._fingerprints, default=0)
-            run.data_seen = replace(run.data_seen, fingerprints={})
+            run.statistics.last_batch = max(self._fingerprints, default=0)
+            run.statistics.data_seen = replace(run.statistics.data_seen, fingerprints={})
         self._take_over(kept, run)
         return run
 
@@ -125,7 +125,7 @@ class Keeper:
 
     def note(self, run: Run, number: int, batch: Any) -> None:
         """Take down that a batch was observed, and save now and then."""
-        run.last_batch = number
+        run.statistics.last_batch = number
         if self.folder is None:
             return  # fingerprints take time
         self._fingerprints[number] = digest(batch).hex()

@@ -44,7 +44,7 @@ class Run(Calibration):
     @property
     def record(self) -> Record:
         """The facts about the run so far."""
-        seen = self.data_seen
+        seen = self.statistics.data_seen
         return Record(
             model=model_name(self.model),
             data=self.data,

@@ -70,7 +70,7 @@ def save(
                 tokenizer=tokenizer,
                 max_shard_size=max_shard_size,
                 accept=accept,
-                weights=calibration.weights,
+                weights=calibration.graphs.weights,
                 progress=calibration.show_progress,
             )
             if not is_first():

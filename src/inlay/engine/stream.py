@@ -92,8 +92,10 @@ def stream(
         )
         engine = Streaming(run, stored, batches, options)
         identity = {**engine.identity(), "compiler": options.compiler}
-        journal = Journal(Path(out), identity, resume=options.resume, decision=run.auto.stored())
-        run.auto.restore(journal.decision)
+        journal = Journal(
+            Path(out), identity, resume=options.resume, decision=run.graphs.auto.stored()
+        )
+        run.graphs.auto.restore(journal.decision)
         engine.go_on(journal)
         finish(engine, Path(out), overwrite=options.overwrite, memory=memory)
     record = replace(run.record, stages=stages.as_tuple())

@@ -26,7 +26,7 @@ def check_trace(run: Run, shortest: Any, *, accept: Collection[str]) -> None:
         return
     batch = prepared(run.model, run.held_out if held_out else [shortest])[0]
     what = "a held-out sample" if held_out else "the shortest calibration sample"
-    agreement = run.agreement = compare_traced(run.model, run, batch, what)
+    agreement = run.graphs.agreement = compare_traced(run.model, run, batch, what)
     if agreement or agreement.unknown:
         return
     if "mistraced" in accept:

@@ -81,7 +81,7 @@ def compare(
     _require_finalized(model, calibration)
     batches = prepared(model, batches)
     outputs, layers = Outputs(model), list[LayerError]()
-    with evaluating(model), calibration.rerun() as rerun:
+    with evaluating(model), calibration.graphs.rerun() as rerun:
         passed = (passing or partial(_in_memory, model, calibration))(rerun, batches)
         for plan, finished in passed:
             outputs.add_all(finished)

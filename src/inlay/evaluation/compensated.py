@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from inlay.report.data import CompensatedWeight
-from inlay.steps.finalizing import Compensation
+from inlay.steps.weights import Compensation
 
 __all__ = ["compensated_weights"]
 

@@ -70,6 +70,7 @@ def report_of(
     if calibration.recipe.gptq is not None:
         scheme += ", GPTQ"
     record = record or Record(model=model_name(model), data="")
+    graphs = calibration.graphs
     before, after = sizes or _estimated_sizes(calibration)
     return ReportData(
         title=f"{record.model}, {scheme}",
@@ -85,12 +86,12 @@ def report_of(
         size_after=after,
         versions=_versions(),
         stages=tuple(Stage(name=name, seconds=seconds) for name, seconds in record.stages),
-        tracing=tuple(calibration.tracing),
-        tiers=tuple(calibration.tiers),
+        tracing=tuple(graphs.tracing),
+        tiers=tuple(graphs.auto.described()),
         changes=() if comparison is None else comparison.changes,
         layers=layers,
         slots=slots,
-        findings=tuple(_findings(model, statistics, slots, comparison, calibration.agreement)),
+        findings=tuple(_findings(model, statistics, slots, comparison, graphs.agreement)),
         equalized=tuple(
             EqualizedValue(
                 readers=each.group.readers,
@@ -105,7 +106,9 @@ def report_of(
             UnequalizedValue(module=module, reason=reason)
             for module, reason in calibration.equalization.refused.items()
         ),
-        compensated=tuple(compensated_weights(calibration.compensations, statistics.plan.places)),
+        compensated=tuple(
+            compensated_weights(graphs.weights.compensations, statistics.plan.places)
+        ),
         experts=tuple(expert_layers(statistics, layers)),
     )
 
@@ -205,7 +208,7 @@ class _SlotRecords:
     ) -> None:
         statistics = self._statistics = calibration.statistics
         self._qparams = qparams
-        self._weights = calibration.weights
+        self._weights = calibration.graphs.weights
         self._slots = sorted(plan.slots.values(), key=lambda s: plan.places[s.module])
         share = _BINS_IN_ALL // max(1, len(statistics.plan.slots))
         self._bins = max(_FEWEST_BINS, min(_BINS, share))
@@ -314,7 +317,7 @@ def _versions() -> dict[str, str]:
 
 def _estimated_sizes(calibration: Calibration) -> tuple[int, int]:
     """Return the bytes of all parameters and buffers, before and after packing the weights."""
-    model, plan, weights = calibration.model, calibration.plan, calibration.weights
+    model, plan, weights = calibration.model, calibration.plan, calibration.graphs.weights
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     before = after = sum(tensor.nbytes for tensor in tensors.values())
     assert calibration.qparams is not None

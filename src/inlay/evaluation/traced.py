@@ -34,7 +34,7 @@ def compare_traced(
     :param what: what the batch is, in words
     """
     tolerance = _tolerance(model)
-    with evaluating(model), calibration.rerun() as rerun:
+    with evaluating(model), calibration.graphs.rerun() as rerun:
         expected = _outputs(model, batch, seed=0)
         with _seeded(0):
             found = _counted(model, batch, rerun.outputs(batch, Phase.PLAIN))

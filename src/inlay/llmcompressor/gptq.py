@@ -12,6 +12,7 @@ from torch import nn
 from inlay.calibration import Calibration
 from inlay.compensation.settings import GPTQ
 from inlay.steps.compensate import compensate
+from inlay.steps.finalizing import Finalizing
 
 __all__ = ["compensate_by", "problem_with_gptq", "settings_of"]
 
@@ -44,7 +45,13 @@ def problem_with_gptq(modifier: GPTQModifier) -> str | None:
 def compensate_by(calibration: Calibration, modifier: GPTQModifier, model: nn.Module) -> None:
     """Put the weights of a modifier's modules on the grids that its observers found."""
     modules = dict(match_named_modules(model, modifier.resolved_targets, modifier.ignore))
-    state = calibration.finalizing(plan=calibration.plan, equalize=lambda: None)
+    state = Finalizing(
+        statistics=calibration.statistics,
+        plan=calibration.plan,
+        weights=calibration.graphs.weights,
+        equalize=lambda: None,
+        progress=calibration.show_progress,
+    )
     for slot in calibration.plan.weight_slots():
         if calibration.plan.compensates(slot.module):
             state.qparams[slot.name] = modules[slot.module].weight_observer.get_qparams()

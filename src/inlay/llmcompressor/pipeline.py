@@ -99,11 +99,11 @@ class InlayPipeline(CalibrationPipeline):
         with traceable(model, hooks, states=states):
             calibration = Calibration(model, recipe, **self.options)
             if isinstance(batches, Sized):
-                calibration.expect(len(batches))
+                calibration.graphs.expect(len(batches))
             for batch in _watched(model, batches):
                 calibration.observe(**batch)
                 if _has_padding(batch):
-                    calibration.require_padding_left_out()
+                    calibration.graphs.require_padding_left_out()
         slots = {slot.name: slot for slot in _gathering_slots(calibration.plan)}
         statistics = calibration.statistics
         seen = {name for name, slot in slots.items() if statistics.of(slot) is not None}

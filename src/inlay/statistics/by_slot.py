@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from inlay.collectives import have_ranks
+from inlay.collectives import from_all_ranks, have_ranks
 from inlay.errors import StatisticsError
 from inlay.observers import Observer, QParamsDict
 from inlay.recipe import Plan, Slot
+from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import problem_with
 from inlay.statistics.over_ranks import agree_on_sharing, merge_over_ranks
 from inlay.statistics.row_groups import GroupedStatistics
@@ -37,6 +38,9 @@ class StatisticsBySlot:
         self.rescaled: dict[str, Statistics] = {}
         # Modules that ran in a graph where no product with their weight was recognised.
         self.unrecognised: set[str] = set()
+        self.data_seen = DataSeen()  # that of this rank; of all ranks once it is merged
+        self.data_parts: tuple[DataSeen, ...] = ()  # that of each rank, once it is merged
+        self.last_batch = 0  # the number of this rank's last batch, among those of all ranks
         self.is_second_run = False  # over the data, which then flows through equalized weights
         # Statistics of a whole stack, for slots that are to have these instead of their own.
         self.replaced: dict[str, Statistics] = {}
@@ -155,11 +159,10 @@ class StatisticsBySlot:
                 found[slot.name] = copies.setdefault(id(known), known.current())
         return found
 
-    def merge_ranks(self, plan: Plan | None = None, *, last_batch: int = 0) -> None:
+    def merge_ranks(self, plan: Plan | None = None) -> None:
         """Merge the statistics of all ranks, if there are any, and answer for all from now on.
 
         :param plan: a part of the plan, for the slots of that part alone
-        :param last_batch: the number of this rank's last batch, among those of all ranks
         """
         if not have_ranks():
             return
@@ -171,7 +174,7 @@ class StatisticsBySlot:
         }
         first_of = {name: group[0] for group in agree_on_sharing(sorted(sharing)) for name in group}
         firsts = {name: slot for name, slot in slots.items() if first_of.get(name, name) == name}
-        merged = merge_over_ranks(firsts, {**self._stored, **self._own}, last_batch=last_batch)
+        merged = merge_over_ranks(firsts, {**self._stored, **self._own}, last_batch=self.last_batch)
         for name in slots:
             first = first_of.get(name, name)
             if first in merged:
@@ -198,9 +201,14 @@ class StatisticsBySlot:
             if known.of_group[0].slot.name not in names
         }
 
+    def merge_data(self) -> None:
+        """Gather what data each rank has seen. Over ranks, every rank calls it."""
+        self.data_parts = tuple(from_all_ranks(self.data_seen))
+        self.data_seen = DataSeen.of_all(self.data_parts)
+
     def forget_stored(self) -> None:
-        """Forget the statistics of an earlier run."""
-        self._stored = {}
+        """Forget the statistics of an earlier run, and its data, which other ranks answer for."""
+        self._stored, self.data_seen = {}, DataSeen()
 
     def restore(self, stored: Mapping[str, Statistics]) -> None:
         """Start from the statistics of an earlier run.

@@ -16,7 +16,8 @@ from inlay.observers.hessian import whole
 from inlay.progress import watched
 from inlay.ranges.args import key_of
 from inlay.recipe import Slot
-from inlay.steps.finalizing import Compensation, Finalizing
+from inlay.steps.finalizing import Finalizing
+from inlay.steps.weights import Compensation
 
 __all__ = ["compensate"]
 
@@ -55,8 +56,8 @@ def compensate(state: Finalizing) -> None:
             gain = Compensation(**figures, failed=bool(own["failed"]))
             for slot in reader.slots:
                 state.weights.compensated[slot.module] = own["weight"]
-                state.compensations[slot.module] = gain
-    _warn_of_failures(state.compensations)
+                state.weights.compensations[slot.module] = gain
+    _warn_of_failures(state.weights.compensations)
     if not gptq.keep_hessians:
         state.statistics.drop(slot.hessian for slot in state.plan.weight_slots())
 

@@ -7,4 +7,4 @@ __all__ = ["merge_ranks"]
 
 def merge_ranks(state: Finalizing) -> None:
     """Let the statistics be those of all ranks from now on."""
-    state.statistics.merge_ranks(state.plan, last_batch=state.last_batch)
+    state.statistics.merge_ranks(state.plan)

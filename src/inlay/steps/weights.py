@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Hashable, Mapping, MutableMapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,7 +15,25 @@ from inlay.nodes.quantize import fold_weight
 from inlay.observers import QParamsDict
 from inlay.recipe import Plan
 
-__all__ = ["Weights"]
+__all__ = ["Compensation", "Weights"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compensation:
+    """How much compensation gained for a weight.
+
+    :param signal: squared outputs of the layer, summed over tokens
+    :param before: squared errors of the outputs with the weight rounded to nearest
+    :param after: the same with the weight compensated
+    :param damping: the damping that its Hessian needed, relative to the mean of its diagonal
+    :param failed: whether the Hessian could not be factorized, so the weight is rounded to nearest
+    """
+
+    signal: float
+    before: float
+    after: float
+    damping: float
+    failed: bool
 
 
 class Weights:
@@ -24,6 +43,7 @@ class Weights:
 
     :param equalized: the parameters that are scaled before they are quantized
     :ivar compensated: weights that are on their grid already, by module
+    :ivar compensations: what that gained, by module
     """
 
     def __init__(self, model: nn.Module, plan: Plan, equalized: EqualizedParameters) -> None:
@@ -34,6 +54,7 @@ class Weights:
         self._folded: dict[str, torch.Tensor] = {}  # by parameter
         self._integers: dict[str, torch.Tensor] = {}  # by module
         self.compensated: MutableMapping[str, torch.Tensor] = {}
+        self.compensations: dict[str, Compensation] = {}
 
     def current(self, view: Weight) -> torch.Tensor:
         """Return a weight as it is to be quantized: compensated, if it is."""
@@ -119,5 +140,5 @@ class Weights:
         copied._holders, copied._folded = self._holders, dict(self._folded)
         copied._integers = dict(self._integers)
         copied.equalized, copied._plan = self.equalized, self._plan
-        copied.compensated = self.compensated
+        copied.compensated, copied.compensations = self.compensated, self.compensations
         return copied

@@ -151,7 +151,7 @@ def test_experts_are_let_go_of_when_their_block_is_written(
 
     def noting(self: Streaming, region: Region) -> object:
         experts = filter(self.run.plan.is_routed, self.run.plan.weights)
-        weights = {name: self.run.weights.of_module(name) for name in experts}
+        weights = {name: self.run.graphs.weights.of_module(name) for name in experts}
         held.append({n.split(".")[2] for n, weight in weights.items() if weight.stride() != (0, 0)})
         return quantize(self, region)
 

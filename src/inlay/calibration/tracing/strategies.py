@@ -27,6 +27,7 @@ __all__ = [
     "Strategies",
     "Strategy",
     "by_name",
+    "call",
     "is_of_library",
     "left_alone",
     "watched_while_traced",
@@ -72,6 +73,11 @@ def without_cache(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, An
     if "use_cache" in batch or "use_cache" not in inspect.signature(model.forward).parameters:
         return batch
     return {**batch, "use_cache": False}
+
+
+def call(function: Callable[..., Any], batch: Any) -> Any:
+    """Call a function with a batch: keyword arguments by name, or positional ones."""
+    return function(**batch) if isinstance(batch, Mapping) else function(*batch)
 
 
 def by_name(

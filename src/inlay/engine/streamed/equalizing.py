@@ -39,10 +39,10 @@ class StreamedEqualization:
         """Choose how a region is equalized that all batches of all ranks have run through."""
         run, own = self._run, {number, len(self._regions) - 1}
         passed = run.plan.part(lambda module: self._regions.number_of(module) in own)
-        run.statistics.merge_ranks(passed, last_batch=run.last_batch)
+        run.statistics.merge_ranks(passed)
         absent = self._scaled.get(number, set()) - self._stored.loaded
         self._stored.load(absent, mapped=True)
-        run.equalization.choose(run.statistics, run.weights.of_module, self._runs_in(number))
+        run.equalization.choose(run.statistics, run.graphs.weights.of_module, self._runs_in(number))
         self._stored.release(absent - self._regions.needed_after(number))
         # Here and not when batches run, which keeps the room that wider copies take meanwhile.
         parameters = run.equalization.parameters
@@ -53,7 +53,7 @@ class StreamedEqualization:
         """Say what slots of a region would have seen of the values that are equalized."""
         equalization, statistics = self._run.equalization, self._run.statistics
         if not equalization.is_settled:
-            equalization.choose(statistics, self._run.weights.of_module, _readers_in(plan))
+            equalization.choose(statistics, self._run.graphs.weights.of_module, _readers_in(plan))
         equalization.apply(statistics, _readers_in(plan))
 
     def decided_in(self, number: int, plan: Plan) -> Callable[[Group], bool]:

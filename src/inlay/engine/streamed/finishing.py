@@ -33,7 +33,7 @@ def finish(engine: Streaming, out: Path, *, overwrite: bool, memory: MemoryWatch
     kept = [journal.kept(region.number) for region in engine.regions]
     device = next(run.model.parameters()).device
     qparams = merged(each.qparams(device) for each in kept)
-    run.weights.compensated.update(merged(each.compensated(device) for each in kept))
+    run.graphs.weights.compensated.update(merged(each.compensated(device) for each in kept))
     run.statistics.qparams, run.statistics.is_second_run = qparams, run.plan.needs_second_run
     run.statistics.accepted = frozenset(options.accept)
     with run.stages("writing"):
@@ -52,7 +52,7 @@ def finish(engine: Streaming, out: Path, *, overwrite: bool, memory: MemoryWatch
 def _report(engine: Streaming, shown: Sequence[Shown], sizes: tuple[int, int]) -> ReportData:
     """Compare the model before and after, if data is held out, and return the report."""
     run, of_all = engine.run, Shown.of_all(shown)
-    run.compensations.update(of_all.compensations)
+    run.graphs.weights.compensations.update(of_all.compensations)
     places = run.plan.places
     slots = tuple(sorted(of_all.slots, key=lambda slot: places[slot.module]))
     layers = tuple(sorted(of_all.layers, key=lambda layer: places[layer.module]))

@@ -16,7 +16,7 @@ from inlay.observers import QParamsDict
 from inlay.report.data import LayerError, SlotRecord
 from inlay.report.plain import from_plain, to_plain
 from inlay.statistics.on_disk import FILE_NAME, StoredStatistics
-from inlay.steps.finalizing import Compensation
+from inlay.steps.weights import Compensation
 
 __all__ = ["Kept", "Shown", "merged", "save_qparams"]
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inlay.calibration.compiled_graph import RehearsedError
+from inlay.calibration.phase import Phase
 from inlay.calibration.tracing.blocks import block_modules
 from inlay.calibration.tracing.running import running
-from inlay.calibration.tracing.strategies import KeepsError
+from inlay.calibration.tracing.strategies import KeepsError, call
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.data.batch import on_device_of, varying_sizes
 from inlay.engine.driver import Region
@@ -60,7 +61,7 @@ class Passage:
             block = self._stored.names_of(started.graph.blocks[0].parameters())
             following = self._stored.names_of(started.parameters(1))
             with (
-                self._run.rehearsing(),
+                self._run.graphs.rehearsing(),
                 self._stored.pretended({*before, *block, *following}),
                 running(),
                 contextlib.suppress(RehearsedError),
@@ -94,7 +95,7 @@ class Passage:
 
         :param outside: names of the parameters outside of the blocks that are scaled by now
         """
-        with self._run.observing_equalized():
+        with self._run.graphs.running(Phase.OBSERVE_EQUALIZED):
             if self._scaled_outside != outside:
                 self._start_equalized(outside)
             started = self._started_equalized
@@ -124,19 +125,20 @@ class Passage:
         for number, started in batches.items():
             look_around()
             begin = time.perf_counter()
-            known = self._run.compilations
+            known = self._run.graphs.compilations
             with running():
                 values = started.run(stage, activations.of(number, stage, equalized=equalized))
             if stage + 1 < len(started.graph.stages):
                 activations.keep(number, stage + 1, values, started, equalized=equalized)
-            name = "calibrating" if self._run.compilations == known else "tracing and compiling"
+            is_known = self._run.graphs.compilations == known
+            name = "calibrating" if is_known else "tracing and compiling"
             self._run.stages.add(name, time.perf_counter() - begin)
             yield number
 
     def _start(self, batch: Any) -> Started:
         # What is compiled of the graph around the blocks relies on the layout of its parameters.
         with self._stored.pretended(self._outside - self._stored.loaded):
-            return self._starting.start(lambda: self._run.run(batch))
+            return self._starting.start(lambda: call(self._run.observe, batch))
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:

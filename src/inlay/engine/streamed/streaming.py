@@ -29,11 +29,11 @@ from inlay.progress import Bar
 from inlay.ranks.identity import is_first
 from inlay.recipe import Plan
 from inlay.run_record import Agreement
-from inlay.statistics.data_seen import DataSeen
 from inlay.statistics.on_disk import StoredStatistics
 from inlay.statistics.value import Statistics
 from inlay.steps import run_steps
 from inlay.steps.accepting import known_words
+from inlay.steps.finalizing import Finalizing
 
 __all__ = ["Streaming"]
 
@@ -56,8 +56,8 @@ class Streaming(Engine):
         # By their numbers among the batches of all ranks.
         self._batches = dict(batches.numbered) if run.plan.needs_data else {}
         self._note_data(batches)
-        self.starting, self._passage, started = Starting(run.padding), None, None
-        run.run_in_stages(self.starting.arrange)
+        self.starting, self._passage, started = Starting(run.graphs.bindings.padding), None, None
+        run.graphs.run_in_stages(self.starting.arrange)
         if self._batches:
             with run.stages("tracing and compiling"):
                 self._passage = Passage(run, stored, self.starting, self._batches)
@@ -70,15 +70,15 @@ class Streaming(Engine):
         """Count the data before it runs: each region sees all of it."""
         run = self.run
         for batch in self._batches.values():
-            run.data_seen = seen_with(run, batch)
-        run.auto.decide(run.data_seen.tokens + run.data_seen.padding_tokens)
-        run.last_batch = max(self._batches, default=0)
-        run.data_parts = tuple(from_all_ranks(run.data_seen))
-        run.data_seen = DataSeen.of_all(run.data_parts)
+            run.statistics.data_seen = seen_with(run, batch)
+        seen = run.statistics.data_seen
+        run.graphs.auto.decide(seen.tokens + seen.padding_tokens)
+        run.statistics.last_batch = max(self._batches, default=0)
+        run.statistics.merge_data()
         describe_data(run, batches)
         if run.plan.needs_data:
-            require_data(run.data_seen)
-            run.agreement = Agreement(
+            require_data(run.statistics.data_seen)
+            run.graphs.agreement = Agreement(
                 unknown="a streamed model is not in memory, so it cannot run eagerly"
             )
 
@@ -134,15 +134,15 @@ class Streaming(Engine):
         plan = self._regions.plan_of(region)
         # What batches have freed is returned too: weights need it now.
         with self.run.stages("searching ranges"), returning_freed_memory():
-            state = self.run.finalizing(
+            state = Finalizing(
+                statistics=self.run.statistics,
+                weights=self.run.graphs.weights,
                 plan=plan,
                 accept=self._accept,
                 equalize=lambda: self._equalization.apply(plan),
                 progress=False,
             )
-            done = run_steps(state)
-        self.run.compensations.update(done.compensations)
-        return done.qparams
+            return run_steps(state).qparams
 
     def write(self, region: Region, qparams: Mapping[str, QParamsDict]) -> None:
         run, plan = self.run, self._regions.plan_of(region)
@@ -152,7 +152,7 @@ class Streaming(Engine):
             own = self.writer.own_part(plan)
             files = self.writer.write(region, plan, own, qparams)
             shown = self._show(own, qparams) if self.options.report else None
-            compensated = run.weights.take_compensated()
+            compensated = run.graphs.weights.take_compensated()
             digests = merged(file.digests for file in files)
             of_ranks = to_first_rank((digests, shown, self._activations.complete()))
             if not is_first():
@@ -174,7 +174,7 @@ class Streaming(Engine):
     def free(self, region: Region) -> None:
         needed = self._regions.needed_after(region.number)
         self.stored.release(set(region.parameters) - needed)
-        self.run.forget_equalized_copies()
+        self.run.graphs.forget_equalized_copies()
         return_freed_memory()
 
     def _passing(self, region: Region) -> Iterator[tuple[int, str]]:
@@ -202,11 +202,12 @@ class Streaming(Engine):
         """Return what a report shows of the part of a region that this rank compresses."""
         run = self.run
         refused = run.equalization.refused.items()
+        gains = run.graphs.weights.compensations.items()
         return Shown(
             slots=slot_records(run, own, qparams),
-            layers=weight_errors(own, qparams, run.weights),
+            layers=weight_errors(own, qparams, run.graphs.weights),
             unequalized={name: why for name, why in refused if own.of_module(name)},
-            compensations={n: c for n, c in run.compensations.items() if own.of_module(n)},
+            compensations={name: gain for name, gain in gains if own.of_module(name)},
         )
 
     def _stored_statistics(
@@ -229,7 +230,7 @@ class Streaming(Engine):
         plan = self._regions.plan_of(last)
         if region == last or not plan.needs_data:
             return {}
-        self.run.statistics.merge_ranks(plan, last_batch=self.run.last_batch)
+        self.run.statistics.merge_ranks(plan)
         return self.run.statistics.snapshot(plan)
 
     def _take_up(self) -> None:
@@ -276,7 +277,7 @@ class Streaming(Engine):
     def _require_padding_left_out(self) -> None:
         padded = any(self._count_tokens(batch)[1] for batch in self._batches.values())
         if padded and not self.options.count_padding:
-            self.run.require_padding_left_out()
+            self.run.graphs.require_padding_left_out()
 
 
 def _identity(options: StreamOptions) -> dict[str, Any]:

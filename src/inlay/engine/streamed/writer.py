@@ -44,7 +44,7 @@ class RegionWriter:
         self._max_size, self._accept = size_in_bytes(max_shard_size), accept
         model, plan = calibration.model, calibration.plan
         layers = quantized_layers(model, plan)
-        self._contents = Contents.of(model, plan, layers, calibration.weights)
+        self._contents = Contents.of(model, plan, layers, calibration.graphs.weights)
 
     def own_part(self, plan: Plan) -> Plan:
         """Return the part of a region's plan that this rank compresses and judges."""
