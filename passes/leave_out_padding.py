@@ -97,7 +97,7 @@ class LeaveOutPadding(Pass):
         assert self.layouts is not None
         sums = added_input(node.args[4])
         assert isinstance(sums, ErrorSums)
-        mask = self.layouts.mask_of_input(sums.module)
+        mask = self.layouts.mask_of_input(sums.owner)
         value = node.args[0]
         ends = node.kwargs.get("ends")
         if isinstance(ends, Node):

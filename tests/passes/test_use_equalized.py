@@ -32,7 +32,7 @@ def test_docstring_example() -> None:
         "return (linear)",
     ]
     assert "norm.weight equalized" in ops(result.graph_module)[0]
-    added = {what.parameter for what in added_inputs(result.graph_module.graph).values()}
+    added = {what.owner for what in added_inputs(result.graph_module.graph).values()}
     assert added == {"norm.weight", "fc.weight"}
 
 
@@ -40,7 +40,7 @@ def test_docstring_example() -> None:
 def test_graphs_of_all_tracers_compute_the_same_with_scaled_parameters(how: str) -> None:
     model, equalized = model_and_scaled()
     gm = UseEqualized(equalized=equalized)(trace(how, model, X)).graph_module
-    constants = {what: equalized.named(what.parameter) for what in added_inputs(gm.graph).values()}
+    constants = {what: equalized.named(what.owner) for what in added_inputs(gm.graph).values()}
     assert len(constants) == 2
     bound = bind(gm, constants)
     with torch.no_grad():

@@ -67,7 +67,7 @@ def with_constants(
     def constant(what: GraphInput) -> torch.Tensor:
         if isinstance(what, QParamOf):
             return qparams[what.slot][what.name]
-        slot = plan.slots[what.slot]
+        slot = plan.slots[what.owner]
         weight = model.get_submodule(slot.module).weight
         return constant_of(what, weight, slot.args, qparams[slot.name])
 

@@ -5,7 +5,7 @@ import re
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -42,75 +42,59 @@ MAIN = "main"  # the sequence of a model that has no more than one
 
 
 @dataclass(frozen=True)
-class StatisticOf:
+class _PartOf:
+    slot: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.slot} {self.name}"
+
+
+class StatisticOf(_PartOf):
     """An input that is a tensor of what a slot has gathered; its observe node updates it."""
 
-    slot: str
-    name: str
 
-    def __str__(self) -> str:
-        return f"{self.slot} {self.name}"
-
-
-@dataclass(frozen=True)
-class QParamOf:
+class QParamOf(_PartOf):
     """An input that is a qparam of a slot, such as its scale."""
 
-    slot: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.slot} {self.name}"
-
 
 @dataclass(frozen=True)
-class WeightOf:
+class _WholeOf:
+    owner: str
+    _what: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.owner} {self._what}"
+
+
+class WeightOf(_WholeOf):
     """An input that is the weight of a slot, quantized and dequantized."""
 
-    slot: str
-
-    def __str__(self) -> str:
-        return f"{self.slot} folded"
+    _what = "folded"
 
 
-@dataclass(frozen=True)
-class IntegersOf:
+class IntegersOf(_WholeOf):
     """An input that is the weight of a slot as integers, as it is stored."""
 
-    slot: str
-
-    def __str__(self) -> str:
-        return f"{self.slot} integers"
+    _what = "integers"
 
 
-@dataclass(frozen=True)
-class IntegerSumsOf:
+class IntegerSumsOf(_WholeOf):
     """An input that is the sums of the integers of a weight, by row."""
 
-    slot: str
-
-    def __str__(self) -> str:
-        return f"{self.slot} sums"
+    _what = "sums"
 
 
-@dataclass(frozen=True)
-class EqualizedOf:
+class EqualizedOf(_WholeOf):
     """An input that is the scaled copy of a parameter."""
 
-    parameter: str
-
-    def __str__(self) -> str:
-        return f"{self.parameter} equalized"
+    _what = "equalized"
 
 
-@dataclass(frozen=True)
-class ErrorSums:
+class ErrorSums(_WholeOf):
     """An input that compare nodes of a module add errors to."""
 
-    module: str
-
-    def __str__(self) -> str:
-        return f"{self.module} errors"
+    _what = "errors"
 
 
 @dataclass(frozen=True)

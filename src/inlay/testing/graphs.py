@@ -181,11 +181,11 @@ class GraphCase:
             case PaddingMask():
                 return torch.ones_like(value)
             case EqualizedOf():
-                return self.configuration["equalized"].named(what.parameter)
+                return self.configuration["equalized"].named(what.owner)
             case QParamOf():
                 return qparams[what.slot][what.name]
             case WeightOf() | IntegersOf() | IntegerSumsOf():
-                slot = self.plan.slots[what.slot]
+                slot = self.plan.slots[what.owner]
                 layer: Any = self.module.get_submodule(slot.module)
                 return constant_of(what, layer.weight, slot.args, qparams[slot.name])
             case StatisticOf() | ErrorSums():
