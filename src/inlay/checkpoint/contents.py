@@ -64,27 +64,20 @@ class Contents:
         unquantized: Mapping[str, torch.Tensor],
         layers: Iterable[QuantizedLayer],
         qparams: Mapping[str, QParamsDict],
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the tensors of one block as they are written: of these layers, and the others."""
+    ) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Return the tensors of one block as they are written, and the names of those of layers."""
         # Compressed here, not kept in the block, so that it is freed once it is written.
-        quantized = {}
+        quantized: dict[str, torch.Tensor] = {}
         for layer in layers:
-            quantized.update(compressed_layer(layer, qparams, self.weights))
-        saved = self.as_saved(unquantized, quantized)
-        compressed = {id(tensor) for tensor in quantized.values()}
-        of_layers = {name: tensor for name, tensor in saved.items() if id(tensor) in compressed}
-        return of_layers, {n: tensor for n, tensor in saved.items() if n not in of_layers}
-
-    def as_saved(
-        self, unquantized: Mapping[str, torch.Tensor], quantized: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors of one block as they are written, given the compressed ones."""
+            quantized |= compressed_layer(layer, qparams, self.weights)
         plain = dict(unquantized)
         equalized = self.weights.equalized
         own = dict(self.model.named_parameters(remove_duplicate=False))
         changed = (name for name in plain if equalized.is_changed(own.get(name)))
         plain.update({name: equalized.of(own[name]) for name in changed})
-        return _as_saved(self.model, plain, quantized, self.names)
+        saved = _as_saved(self.model, plain, quantized, self.names)
+        compressed = {id(tensor) for tensor in quantized.values()}
+        return saved, [name for name, tensor in saved.items() if id(tensor) in compressed]
 
 
 def _written(plan: Plan, layers: Sequence[QuantizedLayer]) -> list[Stack]:

@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.compressors import ModelCompressor
 from torch import nn
 
-from inlay.checkpoint.contents import Contents, compressed_layer
+from inlay.checkpoint.contents import Contents
 from inlay.checkpoint.gate import require_servable
 from inlay.checkpoint.layers import (
     QuantizedLayer,
@@ -88,7 +88,8 @@ def save_checkpoint(
         tensors: dict[str, torch.Tensor] = {}
         places: dict[str, tuple[int, int]] = {}
         for number in share({number: blocks[number].cost for number in turn}, Part.own()):
-            saved = contents.as_saved(*blocks[number].compressed(qparams, weights))
+            block = blocks[number]
+            saved, _ = contents.tensors(block.unquantized, block.layers, qparams)
             places |= {name: (number, place) for place, name in enumerate(saved)}
             tensors |= saved
         files.add(tensors, places)
@@ -157,15 +158,6 @@ class _Block:
     def cost(self) -> int:
         weights = (layer.weight for layer in self.layers)
         return sum(weight.numel for weight in weights if weight is not None)
-
-    def compressed(
-        self, qparams: Mapping[str, QParamsDict], weights: Weights
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the tensors that stay as they are, and those of compressed layers."""
-        found: dict[str, torch.Tensor] = {}
-        for layer in self.layers:
-            found |= compressed_layer(layer, qparams, weights)
-        return self.unquantized, found
 
 
 def _blocks(state: Mapping[str, torch.Tensor], layers: Iterable[QuantizedLayer]) -> list[_Block]:

@@ -86,9 +86,10 @@ class RegionWriter:
         kept = (plan.weights[name] for name in sorted(full_precision) if name in plan.weights)
         names += dict.fromkeys(view.parameter for view in kept)
         plain = {name: operator.attrgetter(name)(model).detach() for name in names}
-        quantized, others = self._contents.tensors(plain, layers, qparams)
-        own_others = share({name: tensor.nbytes for name, tensor in others.items()}, Part.own())
-        return {**quantized, **{name: others[name] for name in own_others}}
+        saved, of_layers = self._contents.tensors(plain, layers, qparams)
+        others = {name: saved[name].nbytes for name in saved.keys() - of_layers}
+        names = [*of_layers, *share(dict(sorted(others.items())), Part.own())]
+        return {name: saved[name] for name in names}
 
     def finish(self, qparams: Mapping[str, QParamsDict], tokenizer: Any) -> int:
         """Finish the checkpoint; return the bytes of all its tensors."""
