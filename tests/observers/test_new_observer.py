@@ -88,7 +88,7 @@ def test_data_is_seen_once_if_its_range_follows_from_channels(
 
 def test_what_compiling_saves_is_decided_by_it() -> None:
     of = calibration()
-    savings = Savings.of(of.plan, of.weights.of_module)
+    savings = Savings.of(of.plan, of.graphs.weights.of_module)
     assert savings.observers == ("test_new_activation",)
     assert savings.decide(10**9).observers == ("test_new_activation",)
 
