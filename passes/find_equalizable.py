@@ -84,6 +84,6 @@ class FindEqualizable(Pass):
 
     def _require_own_ranges(self, gm: GraphModule, node: Node) -> None:
         use = weight_use(gm, node)
-        if use is not None and use.kind == "grouped" and self.plan.experts_share_ranges:
-            reason = self.plan.sharing_in_words
+        if use is not None and use.kind == "grouped" and self.plan.shared_range:
+            reason = self.plan.shared_range
             raise Refusal(f"{reason}, and equalization gives each channels of its own size")

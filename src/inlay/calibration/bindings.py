@@ -174,9 +174,6 @@ class GivenInputs:
         slots = [_renamed(each, names) for each in traced]
         specs = None if observe.is_opaque else observe.specs
         assert device is not None, "statistics are tensors"
-        if observe.groups is not None:
-            grouped = bindings.statistics.grouped_entry(slots, observe.rule, specs, device)
-            return grouped.inputs(in_graph=observe.in_graph)
         return bindings.statistics.entry(slots, observe.rule, specs, device).inputs()
 
 

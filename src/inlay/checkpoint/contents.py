@@ -17,7 +17,7 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.model import Stack, saved_names
 from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
-from inlay.recipe.served_experts import require_all_or_none
+from inlay.recipe.served_stacks import require_all_or_none
 from inlay.steps.weights import Weights
 from inlay.transformers_private import as_saved, left_out_of_saving, without_ties
 

@@ -28,7 +28,7 @@ from inlay.ranks.division import Part, share
 from inlay.ranks.identity import is_first, size
 from inlay.ranks.together import meet
 from inlay.recipe import Plan, Recipe
-from inlay.recipe.served_experts import warn_of_plain_experts
+from inlay.recipe.served_stacks import warn_of_plain_stacks
 from inlay.steps.weights import Weights
 from inlay.transformers_private import copy_remote_code
 
@@ -122,7 +122,7 @@ def finish_checkpoint(
     total = name_files(folder, names, parameters=parameters)
     config = quantization_config(model, recipe, layers)
     formats = [scheme.format for scheme in config.config_groups.values()]
-    warn_of_plain_experts(plan.stacks_left, formats)
+    warn_of_plain_stacks(plan.stacks_left, formats)
     dtype = dtype_to_load(formats)
     _write_configs(folder, model, contents.keep_ties, dtype)
     ModelCompressor(quantization_config=config).update_config(str(folder))

@@ -16,8 +16,8 @@ from inlay._version import __version__
 from inlay.calibration import Calibration
 from inlay.evaluation.compare import Comparison
 from inlay.evaluation.compensated import compensated_weights
+from inlay.evaluation.coverage import about_coverage, expert_layers
 from inlay.evaluation.distributions import Clip, distribution_of_histogram, distribution_of_weight
-from inlay.evaluation.experts import about_coverage, expert_layers
 from inlay.evaluation.findings import layer_findings, slot_findings, unquantized_findings
 from inlay.observers import Observer, QParamsDict
 from inlay.recipe import Plan, Slot, format_in_words, left_in_words, recipe_text, scheme_in_words

@@ -20,12 +20,12 @@ class Storage:
     :param by_rows: whether some rows of a weight compress to these rows of the compressed weight
     :param loads_as: the dtype that transformers decompresses to, whatever dtype it is asked for;
         None if it follows the model
-    :param plain_experts: whether transformers accepts experts in full precision beside it
+    :param plain_stacks: whether transformers accepts experts in full precision beside it
     """
 
     by_rows: bool = True
     loads_as: torch.dtype | None = None
-    plain_experts: bool = False
+    plain_stacks: bool = False
 
 
 _STORAGE: dict[str, Storage] = {
@@ -35,7 +35,7 @@ _STORAGE: dict[str, Storage] = {
     CompressionFormat.mxfp8_quantized.value: Storage(loads_as=torch.bfloat16),
     CompressionFormat.pack_quantized.value: Storage(),
     CompressionFormat.int_quantized.value: Storage(),
-    CompressionFormat.float_quantized.value: Storage(plain_experts=True),
+    CompressionFormat.float_quantized.value: Storage(plain_stacks=True),
     CompressionFormat.naive_quantized.value: Storage(),
 }
 

@@ -61,6 +61,6 @@ def _problem_with_saving(model: nn.Module, stacks: list[Stack]) -> str | None:
     if all(saved_names(model, stack) for stack in stacks):
         return None
     return (
-        f"{type(model).__name__} is saved with one tensor for all matrices of a stack, which has "
+        f"{type(model).__name__} is saved with one tensor for all matrices of a layer, which has "
         "no place for scales of each"
     )

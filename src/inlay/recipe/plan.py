@@ -23,7 +23,7 @@ from inlay.recipe.requirements import (
     require_one_scheme,
     weight_of,
 )
-from inlay.recipe.served_experts import scheme_of_experts
+from inlay.recipe.served_stacks import scheme_of_stacks
 from inlay.recipe.slot import BASE_NAMES, Slot, channels_of
 from inlay.recipe.targets import Ports, own_layout, quantized_ports, schemes_of
 
@@ -94,7 +94,7 @@ class Plan:
         :raises ConfigurationError: if no server would run them as the recipe asks
         """
         weights = {weight.module: weight for stack in stacks for weight in stack.weights}
-        scheme = scheme_of_experts(
+        scheme = scheme_of_stacks(
             holder,
             {name: everything[name] for name in weights},
             schemes_of(self.recipe),
@@ -243,7 +243,7 @@ class Plan:
 
         The weights of a stack that share one range cannot have scales of their own.
         """
-        if self.recipe.equalize is None or (self.experts_share_ranges and self.is_routed(module)):
+        if self.recipe.equalize is None or (self.shared_range and self.is_routed(module)):
             return False
         return self.kinds.get(module) in PRODUCTS and bool(self.of_module(module))
 
@@ -253,14 +253,12 @@ class Plan:
         return module in self.stacks or (weight is not None and weight.index is not None)
 
     @property
-    def experts_share_ranges(self) -> bool:
-        """Whether some experts, or all, are given the range of their layer."""
-        return self.recipe.experts in ("fill", "layer")
-
-    @property
-    def sharing_in_words(self) -> str:
-        """Say how experts share ranges, for messages."""
-        return f'experts="{self.recipe.experts}" gives experts the range of their layer'
+    def shared_range(self) -> str | None:
+        """Say why the weights of a stack share the range of an input; None if each has its own."""
+        wanted = self.recipe.experts
+        if wanted not in ("fill", "layer"):
+            return None
+        return f'experts="{wanted}" gives experts the range of their layer'
 
     def weight_slots(self) -> Iterable[Slot]:
         return (slot for slot in self.slots.values() if slot.is_weight)

@@ -21,7 +21,7 @@ from inlay.report.numbers import count, duration, number, size
 
 __all__ = ["render", "write"]
 
-_SCRIPTS = ("text.js", "charts.js", "table.js", "experts.js", "page.js")
+_SCRIPTS = ("text.js", "charts.js", "table.js", "coverage.js", "page.js")
 # Inside a script element an HTML parser looks for a few sequences, whatever the script's type.
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in ("<", ">", "&", chr(0x2028), chr(0x2029))})
 

@@ -55,11 +55,13 @@ class StatisticsBySlot:
         rule: Rule,
         specs: Sequence[TensorSpec] | None,
         device: torch.device,
-    ) -> Statistics:
-        """The statistics that a graph updates for these slots, made when first asked for.
+    ) -> Statistics | GroupedStatistics:
+        """Return the statistics that a graph updates for these slots, made when first asked for.
 
         :param specs: shapes of the statistics; None if the observer keeps them itself
         """
+        if slots[0].module in self.plan.stacks:
+            return self._grouped_entry(slots, rule, specs, device)
         name = slots[0].name
         known = next((self._own[slot.name] for slot in slots if slot.name in self._own), None)
         if known is None:
@@ -77,7 +79,7 @@ class StatisticsBySlot:
         _require_same_kind(known, rule, specs)
         return known
 
-    def grouped_entry(
+    def _grouped_entry(
         self,
         slots: Sequence[Slot],
         rule: Rule,

@@ -105,13 +105,11 @@ class GroupedStatistics:
     def of_handle(handle: int) -> "GroupedStatistics":
         return _BY_HANDLE[handle]
 
-    def inputs(self, *, in_graph: bool) -> dict[str, torch.Tensor]:
-        """Return what an observe node takes after the value, by name.
-
-        :param in_graph: whether the graph itself updates the statistics
-        """
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Return what an observe node takes after the value, by name."""
         counts = {"seen": self.seen, "tokens": self.tokens}
-        if in_graph:
+        one = self.of_group[0]
+        if one.live is None and one.rule.measures_row_groups:  # the graph updates them itself
             return {**counts, **self.tensors}
         return {**counts, "handle": torch.tensor(self.handle)}
 

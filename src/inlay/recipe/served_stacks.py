@@ -11,12 +11,12 @@ from inlay.errors import ConfigurationError, StatisticsError
 from inlay.formats.serving import expert_problem
 from inlay.formats.storage import storage_of
 
-__all__ = ["require_all_or_none", "scheme_of_experts", "warn_of_plain_experts"]
+__all__ = ["require_all_or_none", "scheme_of_stacks", "warn_of_plain_stacks"]
 
 _NAMED = 8  # how many experts an error names
 
 
-def scheme_of_experts(
+def scheme_of_stacks(
     experts: str,
     members: Mapping[str, nn.Module],
     schemes: Mapping[str, QuantizationScheme],
@@ -71,7 +71,7 @@ def require_all_or_none(experts: str, members: Sequence[str], without: Collectio
     return not without
 
 
-def warn_of_plain_experts(left: Mapping[str, str], formats: Collection[str | None]) -> None:
+def warn_of_plain_stacks(left: Mapping[str, str], formats: Collection[str | None]) -> None:
     """Warn of experts in full precision that transformers would not load.
 
     It expects all experts of a compressed checkpoint to be quantized, and accepts experts without
@@ -80,7 +80,7 @@ def warn_of_plain_experts(left: Mapping[str, str], formats: Collection[str | Non
     :param left: modules whose experts stay in full precision, with the reasons
     :param formats: those of the checkpoint
     """
-    if left and not all(storage_of(each).plain_experts for each in formats):
+    if left and not all(storage_of(each).plain_stacks for each in formats):
         first = next(iter(left))
         warnings.warn(
             f"{first} and {len(left) - 1} more stay in full precision: {left[first]}. transformers "
