@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import inlay
+from inlay.steps import STEPS
 
 ROOT = Path(__file__).parent.parent
 
@@ -165,3 +166,61 @@ def test_private_parts_are_explained(library: str) -> None:
         and re.search(rf"\b{library} \d", function.__doc__ or "") is None
     ]
     assert unexplained == []
+
+
+# Packages that another one brings along, by that one.
+BROUGHT = {"huggingface_hub": "transformers", "tqdm": "llmcompressor"}
+OPTIONAL = {"hypothesis", "llmcompressor", "pytest"}  # of extras: `testing` and `llmcompressor`
+
+
+def test_what_is_imported_is_declared() -> None:
+    """compressed-tensors imports transformers, so nothing but `import inlay` works without it."""
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^dependencies = \[(.*?)^\]", text, re.M | re.S)
+    assert listed is not None
+    declared = {
+        name.replace("-", "_").replace("pyyaml", "yaml")
+        for name in re.findall(r'^    "([\w-]+)', listed[1], re.M)
+    }
+    imported = {
+        name.partition(".")[0]
+        for path in package_files()
+        for statement in ast.walk(ast.parse(path.read_text()))
+        for name in _names_imported(statement)
+    }
+    foreign = imported - set(sys.stdlib_module_names) - {"inlay"}
+    assert {BROUGHT.get(name, name) for name in foreign} - OPTIONAL == declared & foreign
+
+
+def _names_imported(statement: ast.AST) -> list[str]:
+    if isinstance(statement, ast.Import):
+        return [alias.name for alias in statement.names]
+    return [statement.module or ""] if isinstance(statement, ast.ImportFrom) else []
+
+
+def walkthroughs() -> list[str]:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    return [part for part in text.split("\n\n") if re.match("To (add|change) ", part)]
+
+
+def test_walkthroughs_are_short_and_name_what_is_there() -> None:
+    """In ten lines each; the files, functions and classes that they name exist."""
+    found = {part.split(",")[0] for part in walkthroughs()}
+    assert {f"To add {what}" for what in ("an observer", "a weight layout", "an option")} <= found
+    assert "To add a step of finalize" in found
+    texts = [*package_files(), *(ROOT / "tests").rglob("*.py")]
+    words = {word for path in texts for word in re.findall(r"\w+", path.read_text())}
+    places = (ROOT, ROOT / "src" / "inlay", ROOT / "src" / "inlay" / "steps")
+    for part in walkthroughs():
+        assert len(part.splitlines()) <= 10, part
+        for named in re.findall(r"`([^`]+)`", part):
+            if named.endswith((".py", "/")):
+                assert any((place / named).exists() for place in places), named
+            elif re.fullmatch(r"[\w.]+", named):
+                assert set(named.split(".")) <= words, named
+
+
+def test_the_steps_of_finalize_are_listed_in_order() -> None:
+    (part,) = (part for part in walkthroughs() if "STEPS" in part)
+    listed = re.findall(r"`(\w+)`", part[part.index("in order:") : part.index("A step reads")])
+    assert listed == [step.__name__ for step in STEPS]

@@ -161,7 +161,7 @@ def test_help_is_at_once() -> None:
 
 def test_every_command_has_an_example() -> None:
     commands = [info.callback.__name__ for info in app.registered_commands if info.callback]
-    assert len(commands) == 8
+    assert len(commands) == 9
     for name in commands:
         assert f"Example: inlay {name} " in " ".join(succeeds(name, "--help").split()) + " "
 
