@@ -7,7 +7,7 @@ import inlay
 
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 256}
 model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, **sizes)).eval()
-recipe = inlay.Recipe.from_preset("FP8", ignore=["lm_head"])
+recipe = inlay.Recipe.from_preset("FP8")
 calibration = inlay.Calibration(model, recipe)
 compiled = torch.compile(model, backend=calibration.backend)
 with torch.no_grad():

@@ -29,7 +29,7 @@ PROSE, OUTLIERS = HERE / "prose.txt", HERE / "outliers_per_token.yaml"
 
 
 def preset(name: str, **changes: Any) -> inlay.Recipe:
-    return inlay.Recipe.from_preset(name, ignore=["lm_head"], **changes)
+    return inlay.Recipe.from_preset(name, **changes)
 
 
 RUNS = {
