@@ -134,10 +134,9 @@ def test_only_these_files_read_a_clock() -> None:
     assert reading <= {
         "ranks/together.py",
         "run_record.py",
-        "engine/streamed/passage.py",
         "testing/law.py",
         "engine/keeping.py",
-        "engine/in_memory.py",
+        "engine/run.py",
     }
 
 

@@ -1,6 +1,5 @@
 """The engine of a run in memory, where the whole model is one region."""
 
-import time
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -122,7 +121,8 @@ class InMemory(Engine):
                 tokens, padding = counted(batch)
                 if shortest is None or tokens < shortest[0]:
                     shortest = tokens, batch
-                _run_timed(run, on_device_of(model, batch, varying))
+                with run.timing_batch():
+                    call(run.observe, on_device_of(model, batch, varying))
                 if padding and not count_padding and checked < len(run.graphs):
                     run.graphs.require_padding_left_out()
                     checked = len(run.graphs)
@@ -138,14 +138,6 @@ def _label(run: Run) -> str:
     if not run.plan.needs_second_run:
         return "calibrating"
     return "calibrating, run 2 of 2" if run.statistics.is_second_run else "calibrating, run 1 of 2"
-
-
-def _run_timed(run: Run, batch: Any) -> None:
-    """Run a batch. One in which something was traced or compiled is a stage of its own."""
-    known, start = run.graphs.compilations, time.perf_counter()
-    call(run.observe, batch)
-    name = "calibrating" if run.graphs.compilations == known else "tracing and compiling"
-    run.stages.add(name, time.perf_counter() - start)
 
 
 def _count(batches: Batches) -> int | None:

@@ -1,6 +1,8 @@
 """A run: a calibration together with the things it was made with."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,14 @@ class Run(Calibration):
             padding_tokens=seen.padding_tokens,
             stages=self.stages.as_tuple(),
         )
+
+    @contextmanager
+    def timing_batch(self) -> Iterator[None]:
+        """Time a batch. One in which something was traced or compiled is a stage of its own."""
+        known, begin = self.graphs.compilations, time.perf_counter()
+        yield
+        name = "calibrating" if self.graphs.compilations == known else "tracing and compiling"
+        self.stages.add(name, time.perf_counter() - begin)
 
     def save(
         self,

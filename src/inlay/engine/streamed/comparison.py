@@ -9,7 +9,6 @@ from inlay.calibration.rerun import Rerun
 from inlay.calibration.tracing.blocks import block_modules
 from inlay.calibration.tracing.running import running
 from inlay.engine.driver import Region
-from inlay.engine.run import Run
 from inlay.engine.streamed.activations import Activations
 from inlay.engine.streamed.regions import Regions, segments_of
 from inlay.engine.streamed.stages import Started, Starting
@@ -29,7 +28,7 @@ class PassingBlocks:
     """
 
     def __init__(self, engine: Streaming) -> None:
-        self._run, self._stored, self._starting = engine.run, engine.stored, engine.starting
+        self._run, self._stored, self.starting = engine.run, engine.stored, engine.starting
         self._folder = engine.journal.folder / "comparing"  # for values between blocks
         self._offload = engine.options.offload_activations
 
@@ -52,7 +51,7 @@ class PassingBlocks:
         for pair in pairs if region.stage is not None else ():
             pair.run(region)
             if pair.is_done:
-                yield pair.batch, *pair.outputs(self._starting)
+                yield pair.batch, *pair.outputs(self.starting)
 
     def _started(self, rerun: Rerun, batches: Sequence[Any]) -> "list[_Pair]":
         # Parameters outside of the blocks are folded or equalized when a batch starts.
@@ -68,10 +67,7 @@ class PassingBlocks:
         ]
         outside = self._stored.names_of(changing)
         self._stored.load(outside, mapped=True)
-        pairs = [
-            _Pair(self, rerun, number, batch, self._starting, self._run)
-            for number, batch in enumerate(batches)
-        ]
+        pairs = [_Pair(self, rerun, number, batch) for number, batch in enumerate(batches)]
         self._stored.release(outside)
         return pairs
 
@@ -83,25 +79,17 @@ class PassingBlocks:
 class _Pair:
     """A batch on its way through the plain model and the quantized one."""
 
-    def __init__(
-        self,
-        comparison: PassingBlocks,
-        rerun: Rerun,
-        number: int,
-        batch: Any,
-        starting: Starting,
-        run: Run,
-    ) -> None:
-        self.batch, self._rerun, self._run = batch, rerun, run
+    def __init__(self, passing: PassingBlocks, rerun: Rerun, number: int, batch: Batch) -> None:
+        self.batch, self._rerun = batch, rerun
         self._compares_layers = number < LAYER_BATCHES
         self._sides: dict[bool, tuple[Started, Activations]] = {}
         self._results: dict[bool, Any] = {}
         for quantized in (False, True):
             with self._running(quantized):
-                started = starting.start(lambda: rerun.run(batch))
+                started = passing.starting.start(lambda: rerun.run(batch))
             self._sides[quantized] = (
                 started,
-                comparison.activations(f"{number:06d}-{'quantized' if quantized else 'plain'}"),
+                passing.activations(f"{number:06d}-{'quantized' if quantized else 'plain'}"),
             )
 
     @property

@@ -1,7 +1,6 @@
 """The passage of batches through a model, one region at a time."""
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -124,15 +123,11 @@ class Passage:
         assert stage is not None
         for number, started in batches.items():
             look_around()
-            begin = time.perf_counter()
-            known = self._run.graphs.compilations
-            with running():
-                values = started.run(stage, activations.of(number, stage, equalized=equalized))
-            if stage + 1 < len(started.graph.stages):
-                activations.keep(number, stage + 1, values, started, equalized=equalized)
-            is_known = self._run.graphs.compilations == known
-            name = "calibrating" if is_known else "tracing and compiling"
-            self._run.stages.add(name, time.perf_counter() - begin)
+            with self._run.timing_batch():
+                with running():
+                    values = started.run(stage, activations.of(number, stage, equalized=equalized))
+                if stage + 1 < len(started.graph.stages):
+                    activations.keep(number, stage + 1, values, started, equalized=equalized)
             yield number
 
     def _start(self, batch: Any) -> Started:
