@@ -1,12 +1,14 @@
 """Commands that answer, or refuse, before the library is imported."""
 
+import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
+import torch
 
 from inlay.cli import known
 from inlay.cli.recipes import ObserverChoice, Wanted
@@ -81,6 +83,46 @@ def test_missing_folders_import_nothing_heavy(tmp_path: Path, folder: Path) -> N
     shown, imported = typed("calibrate", folder, *rest[:2], "--out", folder.parent)
     assert "which is read; name another folder" in shown
     assert imported == []
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--scheme", "W8A8", "--compiler", "nope"], "there is no compiler 'nope'"),
+        (["--scheme", "W8A8", "--equalize", "3"], "'3' is no strength"),
+        (["--scheme", "W8A8", "--offload-activations"], "needs --stream"),
+        (["--scheme", "W8A8", "--dtype", "int3"], "'int3' is not one of"),
+        (["--scheme", "W8A8", "--accept", "nothing"], "'nothing' is not one of"),
+        (["--scheme", "W8A8", "--data", "none.txt"], "does not exist"),
+        (["--scheme", "W8A8", "--data", "empty.txt"], "empty.txt is empty"),
+        (["--scheme", "W8A8_STATIC"], "W8A8_STATIC needs calibration data. Pass --data"),
+        (["--scheme", "NVFP4"], "NVFP4 needs calibration data"),
+        (["--scheme", "W8A8", "--kv-cache", "fp8"], "--kv-cache needs calibration data"),
+        (["--scheme", "W4A16", "--gptq"], "--gptq needs calibration data"),
+        (["--recipe", "typo.yaml"], "unknown entries: config_grups"),
+        (["--recipe", "latin.yaml"], "is not UTF-8"),
+        (["--recipe", "list.yaml"], "holds no recipe"),
+    ],
+)
+def test_calibrate_refuses_at_once(options: list[str], problem: str, folder: Path) -> None:
+    place = folder.parent
+    (place / "empty.txt").write_text("\n")
+    (place / "typo.yaml").write_text("config_grups: {W8A8: [Linear]}")
+    (place / "latin.yaml").write_bytes("preset: W8A8 # größer".encode("latin-1"))
+    (place / "list.yaml").write_text("[W8A8]")
+    given = [place / each if each.endswith((".txt", ".yaml")) else each for each in options]
+    shown, imported = typed("calibrate", folder, *given, "--out", place / "out")
+    assert problem in " ".join(re.sub(r"[│╭╮╰╯─]", " ", shown).split())
+    assert imported == []
+
+
+def test_compilers_are_written_as_they_are() -> None:
+    registered = torch.compiler.list_backends(exclude_tags=())
+    listed = known.COMPILERS[version("torch").partition("+")[0]]
+    tools = {name for name in registered if name.endswith(("_ONLY", "minifier_backend"))}
+    added = {each.name for each in entry_points(group="torch_dynamo_backends")}
+    assert set(listed) == {each for each in registered if each not in tools | added}
+    assert set(known.compiler_names()) == {"auto", *registered}
 
 
 def test_presets_are_written_as_they_are() -> None:

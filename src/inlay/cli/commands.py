@@ -24,6 +24,7 @@ from inlay.cli.arguments import (
     file_option,
 )
 from inlay.cli.flags import Only, Without, with_flags
+from inlay.cli.known import compiler_names
 from inlay.cli.outcome import interrupted, show_result
 from inlay.cli.recipes import Wanted, wanted_of
 from inlay.cli.terminal import calm_transformers, console, reported, reported_by_all
@@ -86,6 +87,10 @@ def calibrate(
     options = replace(options, progress=False if quiet else None)
     # Refuse data that cannot be read before loading the library and the model.
     first_row = None if data is None else next(read_rows(data), None)
+    if data is not None and first_row is None:
+        raise ConfigurationError(f"{data} is empty: there is nothing to calibrate on")
+    wanted.require_data()
+    _require_compiler(options.compiler)
     wanted.require_recipe()
     calm_transformers(quiet)
     if stream:
@@ -274,6 +279,16 @@ def merge(
     loaded = map(StoredStatistics.load, statistics)
     functools.reduce(lambda one, other: one.merge(other), loaded).save(out)
     typer.echo(out)
+
+
+def _require_compiler(name: str) -> None:
+    if name in ("auto", "eager", "inductor"):
+        return  # which are always there
+    known = compiler_names()
+    if name not in known:
+        raise typer.BadParameter(
+            f"there is no compiler {name!r}; use one of {', '.join(known)}", param_hint="--compiler"
+        )
 
 
 def source_of(model: str, options: LoadOptions) -> Source:

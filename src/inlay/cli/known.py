@@ -8,15 +8,18 @@ listed here, and once they are loaded, since anybody may have added to them.
 
 import re
 import sys
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 from inlay.report.numbers import MISSING
 
 __all__ = [
+    "COMPILERS",
     "OBSERVERS",
     "PRESETS",
     "Row",
+    "compiler_names",
+    "needs_data",
     "observer_names",
     "observer_rows",
     "observers_in_registry",
@@ -135,6 +138,47 @@ OBSERVERS: tuple[Row, ...] = (
     ("nvfp4_expanded_mse", "weights", _EXPANDED, _EXPANDED_RANGE),
     ("static_minmax", "activations", "", "Minimum and maximum of all observed values."),
 )
+
+
+# Backends of Dynamo by version of torch, without those that packages add.
+COMPILERS: dict[str, tuple[str, ...]] = {
+    "2.13.0": (
+        "aot_eager",
+        "aot_eager_decomp_partition",
+        "aot_eager_decomp_partition_crossref",
+        "aot_eager_decomp_partition_with_mode",
+        "aot_eager_default_partitioner",
+        "aot_ts",
+        "cudagraphs",
+        "eager",
+        "eager_debug",
+        "eager_noexcept",
+        "inductor",
+        "invoke_subgraph",
+        "openxla",
+        "openxla_eval",
+        "pre_dispatch_eager",
+        "ts",
+        "tvm",
+    )
+}
+
+
+def compiler_names() -> tuple[str, ...]:
+    """List the backends that `--compiler` takes. Asks torch if its version is not listed here."""
+    listed = COMPILERS.get(version("torch").partition("+")[0])
+    if listed is None or "torch" in sys.modules:
+        from torch.compiler import list_backends
+
+        return ("auto", *list_backends(exclude_tags=()))
+    added = (each.name for each in entry_points(group="torch_dynamo_backends"))
+    return ("auto", *sorted({*listed, *added}))
+
+
+def needs_data(preset: str) -> bool:
+    """Return whether a preset observes inputs, as far as that is known without importing."""
+    inputs = {name: words for name, _, words in _written_presets() or ()}
+    return inputs.get(preset.upper(), "").endswith(("static", "dynamic in each group"))
 
 
 def preset_rows() -> tuple[Row, ...]:

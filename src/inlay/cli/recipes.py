@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 import yaml
 
-from inlay.cli.known import observer_names, preset_names
+from inlay.cli.known import needs_data, observer_names, preset_names
 from inlay.errors import ConfigurationError
+from inlay.recipe_file import read_recipe
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
@@ -84,7 +85,9 @@ class Wanted:
     has_data: bool = False
 
     def require_known_names(self) -> None:
-        """Refuse presets and observers that nobody knows, as far as names tell, at once."""
+        """Refuse unknown presets, observers and entries of a file, as far as names tell."""
+        if self.file is not None:
+            read_recipe(self.file)
         presets, observers = preset_names(), observer_names()
         if presets and self.scheme is not None and self.scheme.upper() not in presets:
             raise ConfigurationError(
@@ -96,6 +99,19 @@ class Wanted:
                     f"there is no observer {name!r}. Registered: {', '.join(observers)}. Register "
                     "your own with @Observer.register(name) in a file and name it: --observer-file"
                 )
+
+    def require_data(self) -> None:
+        """Refuse to calibrate without data what cannot do without, as far as options tell."""
+        reasons = {
+            str(self.scheme): self.scheme is not None and needs_data(self.scheme),
+            "--kv-cache": self.kv_cache is not None,
+            "--gptq": self.gptq,
+        }
+        for reason in (reason for reason, needs in reasons.items() if needs and not self.has_data):
+            raise ConfigurationError(
+                f"{reason} needs calibration data. Pass --data, or use what needs none, such as "
+                "--scheme W8A8 or W4A16"
+            )
 
     def require_recipe(self) -> None:
         """Refuse whatever makes no recipe, before a model is loaded for it."""

@@ -8,9 +8,10 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError
-from inlay.recipe.presets import checked, names_of, preset, require_known
+from inlay.recipe.presets import checked, names_of, preset
+from inlay.recipe_file import require_known
 
-__all__ = ["config_of_modifiers", "find_modifiers"]
+__all__ = ["config_of_modifiers"]
 
 _MODIFIER_FIELDS = (
     "config_groups",
@@ -33,19 +34,6 @@ _SMOOTHING_FIELDS = (
 )
 _SMOOTHING_STRENGTH = 0.5  # the default of SmoothQuantModifier
 _SCHEME_PARTS = ("weights", "input_activations", "output_activations")
-
-
-def find_modifiers(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Collect the modifiers of an llm-compressor recipe, at any depth of stages."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, value in content.items():
-        if not isinstance(value, dict):
-            continue
-        if str(name).endswith("Modifier"):
-            found[name] = value
-        else:
-            found.update(find_modifiers(value))
-    return found
 
 
 def config_of_modifiers(modifiers: dict[str, dict[str, Any]], place: str) -> dict[str, Any]:

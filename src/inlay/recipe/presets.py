@@ -28,7 +28,6 @@ __all__ = [
     "names_of",
     "preset",
     "preset_names",
-    "require_known",
     "with_best_rounding",
 ]
 
@@ -160,11 +159,3 @@ def names_of(value: Iterable[str], field: str) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise ConfigurationError(f"{field} must list names of modules, got {names!r}")
     return names
-
-
-def require_known(fields: Mapping[str, Any], known: tuple[str, ...], place: str) -> None:
-    unknown = sorted(set(map(str, fields)) - set(known))
-    if unknown:
-        raise ConfigurationError(
-            f"{place} has unknown entries: {', '.join(unknown)}; use only {', '.join(known)}"
-        )

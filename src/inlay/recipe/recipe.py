@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -17,7 +16,7 @@ from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError
 from inlay.formats.numbers import format_of
 from inlay.formats.storage import require_storable
-from inlay.recipe.llmcompressor_yaml import config_of_modifiers, find_modifiers
+from inlay.recipe.llmcompressor_yaml import config_of_modifiers
 from inlay.recipe.presets import (
     METHODS,
     Method,
@@ -28,10 +27,10 @@ from inlay.recipe.presets import (
     names_of,
     preset,
     preset_names,
-    require_known,
     with_best_rounding,
 )
 from inlay.recipe.slot import make_observer
+from inlay.recipe_file import find_modifiers, read_recipe
 
 __all__ = ["AUTO_STRENGTH", "EXPERTS", "Experts", "Recipe", "Strength"]
 
@@ -47,18 +46,6 @@ EXPERTS: dict[Experts, str] = {
     "all": "all tokens, each sent through every expert to calibrate it",
 }
 
-_OWN_FIELDS = (
-    "equalize",
-    "experts",
-    "gptq",
-    "ignore",
-    "inputs",
-    "kv_cache",
-    "outputs",
-    "preset",
-    "targets",
-    "weights",
-)
 # Fields that a QuantizationConfig does not have.
 _OPTIONS = ("equalize", "experts", "gptq", "keeps_head")
 _EXACT = "static_minmax"  # the observer of inputs that are equalized, if none is named
@@ -245,19 +232,12 @@ class Recipe:
         :param experts: the same
         :param gptq: the same
         """
-        text, place = _read(source)
-        try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"{place} is not YAML: {error}") from error
-        if not isinstance(content, dict):
-            raise ConfigurationError(f"{place} holds no recipe: expected a mapping of settings")
+        content, place = read_recipe(source)
         modifiers = find_modifiers(content)
         if modifiers:
             content = config_of_modifiers(modifiers, place)
         if "config_groups" in content:
             return cls.from_config(content, equalize=equalize, experts=experts, gptq=gptq)
-        require_known(content, _OWN_FIELDS, place)
         if "preset" not in content:
             raise ConfigurationError(
                 f"{place} names no preset; add `preset:` with one of {', '.join(preset_names())}"
@@ -343,12 +323,3 @@ def _with_presets(fields: Mapping[str, Any]) -> dict[str, Any]:
         for name, group in groups.items()
     }
     return {**fields, "config_groups": written_out}
-
-
-def _read(source: str | Path) -> tuple[str, str]:
-    if isinstance(source, str) and "\n" in source:
-        return source, "the recipe"
-    try:
-        return Path(source).read_text(), str(source)
-    except OSError as error:
-        raise ConfigurationError(f"cannot read the recipe {source}: {error.strerror}") from error
