@@ -66,7 +66,7 @@ def test_example_in_the_graph() -> None:
     command = [sys.executable, str(EXAMPLES / "calibrate_in_the_graph.py")]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "'scale': tensor([0." in output
-    assert "56 slots, finalized" in output
+    assert "56 slots, phase: quantize" in output
 
 
 @pytest.mark.slow
