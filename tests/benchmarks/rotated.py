@@ -20,12 +20,12 @@ def rotated_smollm2() -> str:
     norms folded into the weights after them, and the residual stream rotated by a random
     orthogonal matrix, the function is the same and the weights are generic.
     """
-    if not (FOLDER / "config.json").exists():
-        _make()
-    return str(FOLDER)
+    from smollm2 import made
+
+    return made(FOLDER, _make)
 
 
-def _make() -> None:
+def _make(folder: Path) -> None:
     import torch
     from smollm2 import smollm2
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,8 +60,8 @@ def _make() -> None:
         writes(attention.o_proj)
         writes(mlp.down_proj)
     reads([model.lm_head], model.model.norm)
-    model.save_pretrained(FOLDER)
-    AutoTokenizer.from_pretrained(smollm2()).save_pretrained(FOLDER)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2()).save_pretrained(folder)
 
 
 def windows(folder: str, calibrating: int, held_out: int) -> tuple[Any, Any]:
