@@ -290,9 +290,10 @@ def test_data_that_is_refused() -> None:
     assert "single tensor" in refused(ids)
     assert "single mapping with input_ids" in refused({"input_ids": ids})
     assert "cannot calibrate on a int" in refused(3)
-    assert "batch 2 of a list: labels is a list, not a tensor" in refused(
-        [{"input_ids": ids}, {"input_ids": ids, "labels": [1]}]
+    assert "batch 2 of a list: labels is a ndarray, neither a tensor nor a plain value" in refused(
+        [{"input_ids": ids}, {"input_ids": ids, "labels": [ids.numpy()]}]
     )
+    assert "batch 1 of a list is a tuple without tensors" in refused([(None, 3)])
     assert "batch 1 of a list is a tuple without tensors" in refused([()])
     assert "batch 1 of a list is a float without tensors" in refused([1.0])
     assert "batch 1 of a list is empty" in refused([ids[:0]])
@@ -433,9 +434,11 @@ tensors = st.builds(
     st.lists(st.integers(0, 3), min_size=1, max_size=4),
     st.sampled_from([torch.int64, torch.bool, torch.float32, torch.bfloat16]),
 )
+plain = st.none() | st.booleans() | st.integers(0, 1) | st.sampled_from(["", "a", 1.0, 0.0])
+arguments = st.one_of(tensors, plain, st.lists(tensors, max_size=2), st.tuples(plain, tensors))
 batches = st.one_of(
-    st.dictionaries(st.sampled_from("ab"), tensors, min_size=1),
-    st.lists(tensors, min_size=1, max_size=2).map(tuple),
+    st.dictionaries(st.sampled_from("ab"), arguments, min_size=1),
+    st.lists(arguments, min_size=1, max_size=2).map(tuple),
 )
 
 
@@ -447,8 +450,14 @@ def same(one: Batch, other: Batch) -> bool:
     return all(map(equal, one, other))  # type: ignore[arg-type]
 
 
-def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+def equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other)
 
 
 @given(one=batches, other=batches)

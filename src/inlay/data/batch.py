@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,41 @@ __all__ = [
     "digest",
     "main_tensor",
     "on_device_of",
+    "problem_with",
+    "tensors_of",
     "varying_sizes",
 ]
 
-Batch = dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
+# Arguments are tensors, plain values such as `use_cache=False`, and containers of these.
+Batch = dict[str, Any] | tuple[Any, ...]
 # Dimensions of tensors, by the name or position of the tensor in a batch.
 Varying = Mapping[str | int, Sequence[int]]
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 def main_tensor(batch: Batch) -> torch.Tensor:
     """Return the tensor whose shape tells how much a batch holds."""
-    if isinstance(batch, tuple):
-        return batch[0]
-    return batch.get("input_ids", next(iter(batch.values())))
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return ids if isinstance(ids, torch.Tensor) else next(tensors_of(batch))
+
+
+def tensors_of(part: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch, or of one of its arguments, in order."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, (Mapping, tuple, list)):
+        for _, inner in _parts(part):
+            yield from tensors_of(inner)
+
+
+def problem_with(part: Any) -> str | None:
+    """Return why an argument cannot be part of a batch; None if it can."""
+    if isinstance(part, (Mapping, tuple, list)):
+        return next(filter(None, (problem_with(inner) for _, inner in _parts(part))), None)
+    if isinstance(part, (torch.Tensor, *_PLAIN)):
+        return None
+    return f"a {type(part).__name__}, neither a tensor nor a plain value"
 
 
 def count_tokens(model: nn.Module, batch: Batch, *, count_padding: bool = False) -> tuple[int, int]:
@@ -65,12 +87,24 @@ def count_tokens(model: nn.Module, batch: Batch, *, count_padding: bool = False)
 def digest(batch: Batch) -> bytes:
     """Return a fingerprint that is the same for equal batches on any device."""
     found = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(_parts(batch), key=lambda pair: str(pair[0])):
-        found.update(f"{name!r} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        # A single element counts as contiguous whatever its stride; only a copy really is.
-        flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-        found.update(flat.view(torch.uint8).numpy().tobytes())
+    for name, part in sorted(_parts(batch), key=lambda pair: str(pair[0])):
+        _add(part, f"{name!r}", found.update)
     return found.digest()
+
+
+def _add(part: Any, name: str, update: Callable[[bytes], None]) -> None:
+    """Add an argument to a fingerprint."""
+    if isinstance(part, torch.Tensor):
+        update(f"{name} {part.dtype} {tuple(part.shape)};".encode())
+        # A single element counts as contiguous whatever its stride; only a copy really is.
+        flat = part.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+        update(flat.view(torch.uint8).numpy().tobytes())
+    elif isinstance(part, (Mapping, tuple, list)):
+        update(f"{name} {len(part)} in a {type(part).__name__};".encode())
+        for key, inner in _parts(part):
+            _add(inner, f"{key!r}", update)
+    else:
+        update(f"{name} {part!r};".encode())
 
 
 def varying_sizes(batches: Iterable[Any]) -> Varying:
@@ -104,12 +138,21 @@ def on_device_of(model: nn.Module, batch: Any, varying: Varying | None = None) -
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     moved = {}
     for name, part in _parts(batch):
+        moved[name] = part = _moved(part, device)  # marks go on this tensor, not on the caller's
         if isinstance(part, torch.Tensor):
-            part = part.detach().to(device)  # marks go on this tensor, not on the caller's
             for dim in (varying or {}).get(name, ()):
                 mark_varying(part, dim)
-        moved[name] = part
     return moved if isinstance(batch, Mapping) else tuple(moved.values())
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.detach().to(device)
+    if isinstance(part, Mapping):
+        return {key: _moved(inner, device) for key, inner in part.items()}
+    if isinstance(part, (tuple, list)):
+        return type(part)(_moved(inner, device) for inner in part)
+    return part
 
 
 def _parts(batch: Any) -> Iterable[tuple[Any, Any]]:

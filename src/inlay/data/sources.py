@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Unpack
 
-from inlay.data.batch import Batch, main_tensor
+from inlay.data.batch import Batch, main_tensor, problem_with, tensors_of
 from inlay.data.rows import Row, count_rows, read_rows, row_of
 from inlay.data.tokenize import Tokenization
 from inlay.errors import ConfigurationError
@@ -277,17 +277,18 @@ def _as_batch(item: Any, place: str) -> Batch:
         parts = {f"entry {index}": part for index, part in enumerate(item)}
     else:
         parts = {}
-    if not parts:
-        raise ConfigurationError(
-            f"{place} is a {type(item).__name__} without tensors; expected a mapping of tensors, "
-            "a tuple of tensors or a tensor"
-        )
     for name, part in parts.items():
-        if not isinstance(part, torch.Tensor):
+        problem = problem_with(part)
+        if problem is not None:
             raise ConfigurationError(
-                f"{place}: {name} is a {type(part).__name__}, not a tensor; convert it, or leave "
-                "it out if the model does not take it"
+                f"{place}: {name} is {problem}; convert it, or leave it out if the model does not "
+                "take it"
             )
+    if not any(True for _ in tensors_of(parts)):
+        raise ConfigurationError(
+            f"{place} is a {type(item).__name__} without tensors; expected a mapping with "
+            "tensors, a tuple with tensors or a tensor"
+        )
     batch = parts if isinstance(item, Mapping) else tuple(parts.values())
     if main_tensor(batch).numel() == 0:
         raise ConfigurationError(f"{place} is empty; leave it out")
@@ -352,7 +353,9 @@ def _require_counts(*, least: int = 1, **counts: int) -> None:
 def _require_known_ids(batch: Batch, vocabulary: int | None) -> None:
     """Refuse ids without an embedding, which would end in an index error."""
     ids = batch.get("input_ids") if isinstance(batch, dict) else batch[0]
-    if ids is None or ids.is_floating_point() or (vocabulary is None and isinstance(batch, tuple)):
+    if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+        return
+    if vocabulary is None and isinstance(batch, tuple):
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0:

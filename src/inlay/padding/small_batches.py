@@ -90,7 +90,7 @@ def forms_of(
     rows, lengths = _lengths(tensors, valid)
     is_seq2seq = _DECODER in parameters
     added: tuple[str, ...] = ()
-    if is_seq2seq and not {_DECODER, "decoder_inputs_embeds"} & batch.keys():
+    if is_seq2seq and not {_DECODER, "decoder_inputs_embeds"} & tensors.keys():
         added = (_DECODER,)
     labels = parameters.get(_LABELS)
     is_optional = labels is not None and labels.default is not inspect.Parameter.empty

@@ -32,11 +32,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_it_writes_what_a_run_in_memory_writes(folder: Path) -> None:
-    """With padding, batches of several lengths, and held-out data; values in memory or on disk."""
+    """With padding, batches of several lengths, and held-out data; values in memory or on disk.
+
+    Arguments that are not tensors go with their batch, and these change nothing.
+    """
     data, options = batches(12, lengths=(6, 9)), {"samples": 12, "held_out": 12}
-    expected = in_memory(folder, STATIC, data, **options)
+    plain = {"use_cache": False, "output_attentions": None, "logits_to_keep": 0}
+    expected = in_memory(folder, STATIC, [{**plain, **batch} for batch in data], **options)
     for name, offload in (("streamed", False), ("offloaded", True)):
-        found = streamed(folder, STATIC, data, name=name, offload_activations=offload, **options)
+        options["offload_activations"] = offload
+        found = streamed(folder, STATIC, data, name=name, **options)
+        data = [{**plain, **batch} for batch in data]
         assert_same_folder(found, expected)
     texts = [str(report_in(place)["findings"]) for place in (found, expected)]
     assert [UNCHECKED in text for text in texts] == [True, False]
