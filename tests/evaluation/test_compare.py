@@ -122,12 +122,15 @@ def test_choices_by_hand(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     measure = Choices()
     measure.add(before[:5], after[:5], labels[:5])
     measure.add(before[5:], after[5:], labels[5:])
-    agreement, divergence, perplexity = measure.changes()
+    agreement, divergence, perplexity, ratio = measure.changes()
     assert agreement.value == (before.argmax(-1) == after.argmax(-1)).float().mean()
     p, q = before.softmax(-1), after.softmax(-1)
     assert divergence.value == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-5)
     for logits, value in ((before, perplexity.before), (after, perplexity.after)):
         assert value == pytest.approx(float(F.cross_entropy(logits, labels).exp()), rel=1e-5)
+    assert ratio.value == pytest.approx(perplexity.after / perplexity.before, rel=1e-6)
+    reverse = measure.estimates()["kl_reverse"].value
+    assert reverse == pytest.approx(float((q * (q / p).log()).sum(-1).mean()), rel=1e-5)
     assert measure.findings() == []
 
 
@@ -258,7 +261,12 @@ def test_language_model_by_hand() -> None:
     calibration = finalized(model, CAUSAL, [batch(model, index) for index in range(2)])
     held_out = [padded(model, index) for index in (7, 8)]
     found = compare(model, calibration, held_out)
-    assert list(values(found)) == ["Top-1 agreement", "KL divergence", "Perplexity"]
+    assert list(values(found)) == [
+        "Top-1 agreement",
+        "KL divergence",
+        "Perplexity",
+        "Perplexity ratio",
+    ]
 
     compiled = torch.compile(model, backend=calibration.backend)
     rows: list[list[torch.Tensor]] = [[], [], []]

@@ -127,7 +127,9 @@ def test_the_summary_comes_first(show: Open, sample: ReportData) -> None:
     assert "2 min 14 s" in cards[3].replace("\u00a0", " ")
     assert page.title() == sample.title
     assert page.locator("#findings li").first.inner_text().startswith("warning")
-    assert page.locator("#changes li").last.inner_text().endswith("21.31 \u2192 21.58")
+    last = page.locator("#changes li").last.inner_text()
+    assert last.endswith("21.31 \u2192 21.58")
+    assert "95% interval: 19.8 to 22.9 \u2192 20.1 to 23.2" in last
     page.locator("summary", has_text="Recipe").click()
     assert page.locator("#recipe").inner_text() == sample.recipe
 
@@ -473,4 +475,4 @@ def test_rows_come_as_the_reader_scrolls(show: Open) -> None:
 def test_without_scripts_the_summary_is_shown(show: Open, sample: ReportData) -> None:
     page = show(sample, java_script_enabled=False)
     assert not page.locator("main").is_visible()
-    assert "Perplexity: before 21.31, after 21.58." in page.locator("noscript").inner_text()
+    assert "Perplexity: before 21.31 (19.8 to 22.9), after 21.58" in page.locator("noscript").inner_text()

@@ -218,7 +218,8 @@ def test_the_summary_can_be_read_without_scripts() -> None:
     summary = page[page.index("<noscript>") : page.index("</noscript>")]
     assert "269 MB before, 163 MB after" in summary
     assert "118,204 tokens in 256 samples of wikitext-2-raw-v1, train" in summary
-    assert "Perplexity: before 21.31, after 21.58." in summary
+    intervals = "before 21.31 (19.8 to 22.9), after 21.58 (20.1 to 23.2)"
+    assert f"Perplexity: {intervals}." in summary
     assert "Warning: model.layers.1.mlp.down_proj.input: A few values" in summary
 
 

@@ -9,6 +9,7 @@ from inlay.report import (
     Change,
     Distribution,
     Finding,
+    Interval,
     LayerError,
     ReportData,
     SlotRecord,
@@ -186,6 +187,7 @@ def _changes() -> tuple[Change, ...]:
         Change(
             name="Top-1 agreement",
             value=0.991,
+            interval=Interval(low=0.987, high=0.994),
             explanation="How often both models would say the same next token. 1 is best.",
         ),
         Change(
@@ -202,6 +204,8 @@ def _changes() -> tuple[Change, ...]:
             name="Perplexity",
             before=21.31,
             after=21.58,
+            before_interval=Interval(low=19.8, high=22.9),
+            after_interval=Interval(low=20.1, high=23.2),
             explanation="How surprised the model is by the text. Lower is better.",
         ),
     )

@@ -69,7 +69,7 @@ def _dtype_to_load(folder: Path) -> str | None:
 
 def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
     from inlay.recipe.describe import method_in_words
-    from inlay.report.numbers import count, duration, number, size
+    from inlay.report.numbers import count, duration, measured, size
 
     facts = {"checkpoint": str(out)}
     ignored = run.recipe.config.ignore
@@ -92,8 +92,13 @@ def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
     if peak is not None:
         facts["memory"] = f"{size(peak)} at its peak"
     for change in data.changes if data is not None else ():
-        values = [change.before, change.after] if change.value is None else [change.value]
-        facts[change.name] = " → ".join(map(number, values))
+        values = [(change.value, change.interval)]
+        if change.value is None:
+            values = [
+                (change.before, change.before_interval),
+                (change.after, change.after_interval),
+            ]
+        facts[change.name] = " → ".join(measured(*value) for value in values)
     if data is not None:
         facts["report"] = str(out / "report.html")
     return facts

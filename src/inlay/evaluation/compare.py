@@ -167,6 +167,12 @@ def _counted_rows(value: torch.Tensor, counted: torch.Tensor | None) -> slice | 
     return counted.flatten()
 
 
+def _owners(value: torch.Tensor) -> torch.Tensor:
+    """Return the row of data that each row of an output belongs to."""
+    owners = torch.arange(len(value), device=value.device)
+    return owners.repeat_interleave(value.shape[1:-1].numel())
+
+
 class Outputs:
     """A comparison of the outputs of a model, whatever their form."""
 
@@ -205,7 +211,8 @@ class Outputs:
             labels = next_tokens(ids, counted).flatten()[rows]
         measure = self._measures.setdefault("choices", Choices())
         assert isinstance(measure, Choices)
-        measure.add(before.flatten(0, -2)[rows], after.flatten(0, -2)[rows], labels)
+        owners = _owners(before)[rows]
+        measure.add(before.flatten(0, -2)[rows], after.flatten(0, -2)[rows], labels, owners)
 
     def _add_vectors(
         self,
@@ -220,8 +227,8 @@ class Outputs:
             self._vectors("sequences", f"the {of}").add(*rows)
             return
         kept = _counted_rows(before, counted)
-        tokens = [v.flatten(0, 1)[kept] for v in (before, after)]
-        self._vectors("tokens", f"the {of}").add(*tokens)
+        old, new = (v.flatten(0, 1)[kept] for v in (before, after))
+        self._vectors("tokens", f"the {of}").add(old, new, _owners(before)[kept])
         weights = torch.ones(before.shape[:2], device=before.device)
         if counted is not None and counted.shape == weights.shape:
             weights = counted.float()

@@ -2,14 +2,16 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 
-from inlay.report.data import Change, Finding
+from inlay.evaluation.intervals import RowSums, Totals
+from inlay.report.data import Change, Estimate, Finding
 
-__all__ = ["NO_LABEL", "Choices", "Measure", "Vectors", "chunks", "next_tokens"]
+__all__ = ["NO_LABEL", "Choices", "Compared", "Measure", "Vectors", "chunks", "next_tokens"]
 
 NO_LABEL = -100  # marks a position without a label, as in transformers
 # Numbers compared at a time: 16 MB in float32, of which there are several copies, while the logits
@@ -33,20 +35,33 @@ def next_tokens(ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor
 
 
 class Measure(ABC):
-    """A comparison of output rows that counts and leaves out rows with NaN or Inf."""
+    """A comparison of outputs that counts and leaves out positions with NaN or Inf.
 
-    def __init__(self, unit: str) -> None:
+    :param unit: what positions are called
+    :param sums: names of the quantities that are summed for each row of data
+    """
+
+    def __init__(self, unit: str, *sums: str) -> None:
         self.unit = unit
-        self.rows = 0  # compared so far
+        self.sums = RowSums("count", *sums)
         self.broken_before = 0
         self.broken_after = 0
+
+    @property
+    def count(self) -> int:
+        """How many positions have been compared."""
+        return round(self.sums.total("count"))
+
+    @abstractmethod
+    def estimates(self) -> dict[str, Estimate]:
+        """Return what was measured, by name."""
 
     @abstractmethod
     def changes(self) -> list[Change]:
         """Return what was measured, the most telling first."""
 
     def findings(self) -> list[Finding]:
-        total = self.rows + self.broken_before + self.broken_after
+        total = self.count + self.broken_before + self.broken_after
         found = []
         if self.broken_before:
             found.append(
@@ -62,136 +77,262 @@ class Measure(ABC):
             )
         return [Finding(severity="warning", text=text) for text in found]
 
-    def _usable(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """Mark the rows that can be compared: those whose two given numbers are finite."""
-        before, after = torch.isfinite(before), torch.isfinite(after)
+    def _count(
+        self,
+        rows: torch.Tensor | None,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        **values: torch.Tensor,
+    ) -> None:
+        """Count the positions whose numbers are finite in both models, and add their values.
+
+        :param rows: the row of data of each position; None if each is a row
+        """
         self.broken_before += int((~before).sum())
         self.broken_after += int((before & ~after).sum())
         usable = before & after
-        self.rows += int(usable.sum())
-        return usable
+        rows = torch.arange(len(usable), device=usable.device) if rows is None else rows
+        values = {name: value.masked_fill(~usable, 0) for name, value in values.items()}
+        self.sums.add(rows, count=usable, **values)
 
     def _over(self) -> str:
-        return f"over {self.rows:,} {self.unit}"
+        return f"over {self.count:,} {self.unit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What two predictions for the same positions have in common, a number for each position.
+
+    :param before: whether the first prediction is finite
+    :param same: whether the first choices agree
+    :param divergence: KL divergence of the second prediction from the first, in nats
+    :param reverse: KL divergence of the first prediction from the second
+    :param labels: whether there is a right choice
+    :param surprise_before: its negative log-probability in the first prediction; else 0
+    """
+
+    before: torch.Tensor
+    after: torch.Tensor
+    same: torch.Tensor
+    divergence: torch.Tensor
+    reverse: torch.Tensor
+    labels: torch.Tensor
+    surprise_before: torch.Tensor
+    surprise_after: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> "Compared":
+        """Compare logits of shape (positions, choices).
+
+        :param labels: the right choice of each position, or `NO_LABEL`
+        """
+        size = len(before)
+        if labels is None:
+            labels = torch.full((size,), NO_LABEL, device=before.device)
+        parts = [
+            cls._of(before[part].float(), after[part].float(), labels[part])
+            for part in chunks(*before.shape)
+        ]
+        return cls.joined(parts)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Compared"]) -> "Compared":
+        """Put the positions of several comparisons one after another."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: torch.cat([getattr(each, name) for each in parts]) for name in names})
+
+    @classmethod
+    def _of(cls, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor) -> "Compared":
+        known = labels != NO_LABEL
+        same = before.argmax(-1) == after.argmax(-1)
+        before, after = before.log_softmax(-1), after.log_softmax(-1)
+        apart = before - after
+        right = labels.masked_fill(~known, 0).unsqueeze(-1)
+        surprise = [-each.gather(-1, right).squeeze(-1) for each in (before, after)]
+        return cls(
+            before=~before.sum(-1).isnan(),
+            after=~after.sum(-1).isnan(),
+            same=same,
+            divergence=_mean_under(before, apart),
+            reverse=_mean_under(after, -apart),
+            labels=known,
+            surprise_before=surprise[0].masked_fill(~known, 0),
+            surprise_after=surprise[1].masked_fill(~known, 0),
+        )
+
+
+def _mean_under(log_probabilities: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the mean of values, at least 0; choices that are ruled out weigh nothing."""
+    weighed = log_probabilities.exp() * values
+    return weighed.masked_fill_(log_probabilities == -math.inf, 0).sum(-1).clamp_(min=0)
 
 
 class Choices(Measure):
     """A comparison of logits: their choices, their probabilities, and how likely labels are."""
 
     def __init__(self, unit: str = "positions") -> None:
-        super().__init__(unit)
-        self._same = 0
-        self._divergence = 0.0
-        self._labels = 0
-        self._surprise_before = 0.0
-        self._surprise_after = 0.0
+        super().__init__(
+            unit, "same", "divergence", "reverse", "labels", "surprise_before", "surprise_after"
+        )
 
     def add(
-        self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor | None = None
+        self,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> None:
-        """Compare logits of shape (rows, choices).
+        """Compare logits of shape (positions, choices).
 
-        :param labels: the right choice of each row, or `NO_LABEL`
+        :param labels: the right choice of each position, or `NO_LABEL`
+        :param rows: the row of data of each position, numbered from 0 in each call; None if each
+            is a row
         """
-        for rows in chunks(*before.shape):
-            part = None if labels is None else labels[rows]
-            self._add(before[rows].float(), after[rows].float(), part)
+        self.add_compared(Compared.of(before, after, labels), rows)
 
-    def _add(self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor | None) -> None:
-        usable = self._usable(before.logsumexp(-1), after.logsumexp(-1))
-        before, after = before[usable], after[usable]
-        self._same += int((before.argmax(-1) == after.argmax(-1)).sum())
-        before, after = before.log_softmax(-1), after.log_softmax(-1)
-        if labels is not None:
-            self._add_surprise(before, after, labels[usable])
-        moved = before.exp() * (before - after)
-        # A logit of -Inf rules a choice out, so it weighs nothing.
-        moved = moved.masked_fill_(before == -math.inf, 0)
-        self._divergence += float(moved.sum(-1).clamp_(min=0).sum(dtype=torch.float64))
+    def add_compared(self, compared: Compared, rows: torch.Tensor | None = None) -> None:
+        self._count(
+            rows, **{field.name: getattr(compared, field.name) for field in fields(compared)}
+        )
 
-    def _add_surprise(
-        self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor
-    ) -> None:
-        known = labels != NO_LABEL
-        labels = labels[known].unsqueeze(-1)
-        self._labels += labels.numel()
-        self._surprise_before -= float(before[known].gather(-1, labels).sum(dtype=torch.float64))
-        self._surprise_after -= float(after[known].gather(-1, labels).sum(dtype=torch.float64))
+    def estimates(self) -> dict[str, Estimate]:
+        if not self.count:
+            return {}
+        found = {
+            "agreement": self.sums.estimate(lambda sums: sums["same"] / sums["count"]),
+            "kl": self.sums.estimate(lambda sums: sums["divergence"] / sums["count"]),
+            "kl_reverse": self.sums.estimate(lambda sums: sums["reverse"] / sums["count"]),
+        }
+        if self.sums.total("labels"):
+            found |= {
+                "perplexity_before": self.sums.estimate(_perplexity_before),
+                "perplexity_after": self.sums.estimate(_perplexity_after),
+                "perplexity_ratio": self.sums.estimate(_perplexity_ratio),
+            }
+        return found
 
     def changes(self) -> list[Change]:
-        if not self.rows:
+        found = self.estimates()
+        if not found:
             return []
-        found = [
-            Change(
-                name="Top-1 agreement",
-                explanation=f"How often both models choose the same, {self._over()}. 1 is best.",
-                value=self._same / self.rows,
+        changes = [
+            _change(
+                "Top-1 agreement",
+                f"How often both models choose the same, {self._over()}. 1 is best.",
+                found["agreement"],
             ),
-            Change(
-                name="KL divergence",
-                explanation="How far the predicted probabilities moved, in nats, on average "
+            _change(
+                "KL divergence",
+                "How far the predicted probabilities moved, in nats, on average "
                 f"{self._over()}. 0 is best.",
-                value=self._divergence / self.rows,
+                found["kl"],
             ),
         ]
-        if self._labels:
-            found.append(
+        if "perplexity_ratio" in found:
+            before, after = found["perplexity_before"], found["perplexity_after"]
+            tokens = round(self.sums.total("labels"))
+            changes += [
                 Change(
                     name="Perplexity",
                     explanation=f"How surprised the model is by a token of the held-out text, over "
-                    f"{self._labels:,} tokens. Lower is better.",
-                    before=_exp(self._surprise_before / self._labels),
-                    after=_exp(self._surprise_after / self._labels),
-                )
-            )
-        return found
+                    f"{tokens:,} tokens. Lower is better.",
+                    before=before.value,
+                    after=after.value,
+                    before_interval=before.interval,
+                    after_interval=after.interval,
+                ),
+                _change(
+                    "Perplexity ratio",
+                    "Perplexity after over perplexity before. Its interval is of both models on "
+                    "the same rows, so it tells more than theirs. 1 is best.",
+                    found["perplexity_ratio"],
+                ),
+            ]
+        return changes
+
+
+def _perplexity_before(sums: Totals) -> torch.Tensor:
+    return (sums["surprise_before"] / sums["labels"]).exp()
+
+
+def _perplexity_after(sums: Totals) -> torch.Tensor:
+    return (sums["surprise_after"] / sums["labels"]).exp()
+
+
+def _perplexity_ratio(sums: Totals) -> torch.Tensor:
+    return ((sums["surprise_after"] - sums["surprise_before"]) / sums["labels"]).exp()
+
+
+def _change(name: str, explanation: str, estimate: Estimate) -> Change:
+    return Change(
+        name=name, explanation=explanation, value=estimate.value, interval=estimate.interval
+    )
 
 
 class Vectors(Measure):
     """A comparison of hidden states or embeddings: their direction and the size of the error."""
 
     def __init__(self, unit: str, *, of: str) -> None:
-        super().__init__(unit)
+        super().__init__(unit, "cosine", "signal", "error")
         self._of = of
         self._has_direction = True
-        self._cosine = 0.0
-        self._signal = 0.0
-        self._error = 0.0
 
-    def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Compare vectors of shape (rows, features)."""
+    def add(
+        self, before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> None:
+        """Compare vectors of shape (positions, features).
+
+        :param rows: the row of data of each vector, numbered from 0 in each call; None if each is
+            a row
+        """
         before, after = before.float(), after.float()
-        usable = self._usable(before.sum(-1), after.sum(-1))
-        before, after = before[usable], after[usable]
         self._has_direction &= before.size(-1) > 1
-        self._cosine += float(_cosine(before, after).sum(dtype=torch.float64))
-        self._signal += _power(before)
-        self._error += _power(after - before)
+        self._count(
+            rows,
+            torch.isfinite(before.sum(-1)),
+            torch.isfinite(after.sum(-1)),
+            cosine=_cosine(before, after),
+            signal=_power(before),
+            error=_power(after - before),
+        )
+
+    def estimates(self) -> dict[str, Estimate]:
+        if not self.count:
+            return {}
+        found = {}
+        if self._has_direction:
+            found["cosine"] = self.sums.estimate(lambda sums: sums["cosine"] / sums["count"])
+        if self.sums.total("signal") > 0 or self.sums.total("error") == 0:
+            found["relative_error"] = self.sums.estimate(_relative_error)
+        return found
 
     def changes(self) -> list[Change]:
-        if not self.rows:
-            return []
-        found = []
-        if self._has_direction:
-            found.append(
-                Change(
-                    name=f"Cosine similarity, {self.unit}",
-                    explanation=f"Of {self._of} of both models, on average {self._over()}. "
-                    "1 is best.",
-                    value=self._cosine / self.rows,
+        found, changes = self.estimates(), []
+        if "cosine" in found:
+            changes.append(
+                _change(
+                    f"Cosine similarity, {self.unit}",
+                    f"Of {self._of} of both models, on average {self._over()}. 1 is best.",
+                    found["cosine"],
                 )
             )
-        if self._signal > 0 or self._error == 0:
-            error = math.sqrt(self._error / self._signal) if self._error else 0.0
-            found.append(
-                Change(
-                    name=f"Relative error, {self.unit}",
-                    explanation=f"The length of the error over the length of {self._of}, "
-                    f"{self._over()}. 0 is best.",
-                    value=error,
+        if "relative_error" in found:
+            changes.append(
+                _change(
+                    f"Relative error, {self.unit}",
+                    f"The length of the error over the length of {self._of}, {self._over()}. "
+                    "0 is best.",
+                    found["relative_error"],
                 )
             )
-        return found
+        return changes
+
+
+def _relative_error(sums: Totals) -> torch.Tensor:
+    error = (sums["error"] / sums["signal"]).sqrt()
+    return error.masked_fill(sums["error"] == 0, 0)
 
 
 def _cosine(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -200,12 +341,7 @@ def _cosine(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return cosine.masked_fill_((before == after).all(-1), 1)
 
 
-def _power(values: torch.Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-def _exp(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
+def _power(values: torch.Tensor) -> torch.Tensor:
+    """Return the squared length of each vector."""
+    length: torch.Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float64)
+    return length.square()

@@ -12,8 +12,10 @@ __all__ = [
     "CompensatedWeight",
     "Distribution",
     "EqualizedValue",
+    "Estimate",
     "ExpertLayer",
     "Finding",
+    "Interval",
     "LayerError",
     "ReportData",
     "SlotRecord",
@@ -33,6 +35,27 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Where a number may lie: 95% of the bootstrap over rows of data."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A number measured on some rows of data.
+
+    :param interval: None for a single row
+    :param is_bound: whether the number is a lower bound of what was to be measured
+    """
+
+    value: float
+    interval: Interval | None = None
+    is_bound: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Change:
     """One measure of how the output changed, on data held out from calibration.
 
@@ -47,6 +70,9 @@ class Change:
     before: float | None = None
     after: float | None = None
     value: float | None = None
+    before_interval: Interval | None = None
+    after_interval: Interval | None = None
+    interval: Interval | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,12 @@
 """Formatting of numbers in the report. `text.js` does the same in the browser."""
 
 import math
+from typing import TYPE_CHECKING
 
-__all__ = ["MISSING", "count", "duration", "number", "size"]
+if TYPE_CHECKING:
+    from inlay.report.data import Interval
+
+__all__ = ["MISSING", "count", "duration", "measured", "number", "size"]
 
 MISSING = "–"  # noqa: RUF001
 
@@ -18,6 +22,13 @@ def number(value: float | None) -> str:
     if not 1e-3 <= abs(value) < 1e5:
         return f"{value:.2e}"
     return f"{value:.4g}" if abs(value) < 9999.5 else f"{value:.0f}"
+
+
+def measured(value: float | None, interval: "Interval | None" = None) -> str:
+    """Format a number with the interval it may lie in."""
+    if interval is None:
+        return number(value)
+    return f"{number(value)} ({number(interval.low)} to {number(interval.high)})"
 
 
 def count(value: int) -> str:

@@ -109,6 +109,15 @@ function changeText(change) {
   return `${formatNumber(before)} \u2192 ${formatNumber(after)}`;
 }
 
+const intervalText = ({ low, high }) =>
+  `${formatNumber(numeric(low))} to ${formatNumber(numeric(high))}`;
+
+/** Says in which intervals the numbers of a change may lie; empty if it has none. */
+function intervalsText(change) {
+  const given = [change.before_interval, change.after_interval, change.interval].filter(Boolean);
+  return given.length ? `95% interval: ${given.map(intervalText).join(" \u2192 ")}` : "";
+}
+
 function changeCard([change]) {
   if (!change) return card("Output change", MISSING, "not measured");
   return card("Output change", changeText(change), `${change.name}, on held-out data`);
@@ -128,9 +137,13 @@ function fillSummary(report) {
 }
 
 function changeItem(change) {
-  const what = [element("p", "", change.name), element("p", "", change.explanation)];
+  const lines = [change.name, change.explanation, intervalsText(change)].filter(Boolean);
   return element("li", "", [
-    element("div", "what", what),
+    element(
+      "div",
+      "what",
+      lines.map((line) => element("p", "", line)),
+    ),
     element("p", "figure", changeText(change)),
   ]);
 }

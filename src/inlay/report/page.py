@@ -17,7 +17,7 @@ from string import Template
 
 from inlay.files import write_atomically
 from inlay.report.data import Change, Finding, ReportData
-from inlay.report.numbers import count, duration, number, size
+from inlay.report.numbers import count, duration, measured, number, size
 
 __all__ = ["render", "write"]
 
@@ -121,8 +121,12 @@ def _items(lines: Iterable[str], *, nothing: str) -> str:
 
 
 def _change_line(change: Change) -> str:
-    parts = {"before": change.before, "after": change.after, "value": change.value}
-    given = [f"{name} {number(part)}" for name, part in parts.items() if part is not None]
+    parts = {
+        "before": (change.before, change.before_interval),
+        "after": (change.after, change.after_interval),
+        "value": (change.value, change.interval),
+    }
+    given = [f"{name} {measured(*part)}" for name, part in parts.items() if part[0] is not None]
     return f"{change.name}: {', '.join(given) or number(None)}. {change.explanation}"
 
 
