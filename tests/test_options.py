@@ -13,7 +13,8 @@ import inlay
 from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.source import Source
 from inlay.checkpoint.stored_model import StoredModel
-from inlay.cli import checking, commands
+from inlay.cli.arguments import Model
+from inlay.cli.commands import calibrate, check, requantize, show
 from inlay.cli.flags import Only, Without, with_flags
 from inlay.data.sources import batches_of
 from inlay.options import (
@@ -59,14 +60,14 @@ def test_unknown_keywords_are_refused(options: type, _: type, function: Any) -> 
         function(*needed, sampels=1, **given)
 
 
-COMMANDS = [commands.calibrate, commands.explain, commands.requantize, checking.check]
+COMMANDS = [calibrate.calibrate, show.explain, requantize.requantize, check.check]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_line_has_the_same_defaults(command: Callable[..., None]) -> None:
     shown = inspect.signature(command).parameters
     for own in (*fields(StreamOptions), *fields(LoadOptions)):
-        if own.name not in shown or (own.name == "compiler" and command is checking.check):
+        if own.name not in shown or (own.name == "compiler" and command is check.check):
             continue
         (said,) = get_args(shown[own.name].annotation)[1:]
         default = shown[own.name].default
@@ -79,7 +80,7 @@ def test_the_command_line_has_the_same_defaults(command: Callable[..., None]) ->
 
 
 def test_all_options_are_on_the_command_line() -> None:
-    shown = set(inspect.signature(commands.calibrate).parameters)
+    shown = set(inspect.signature(calibrate.calibrate).parameters)
     # `--quiet` draws no bars.
     assert {own.name for own in fields(StreamOptions)} - shown == {"progress"}
     assert {own.name for own in fields(LoadOptions)} <= shown
@@ -90,7 +91,7 @@ def test_options_become_the_fields_of_a_dataclass() -> None:
 
     @with_flags
     def command(
-        place: str,
+        place: Model,
         some: Annotated[StreamOptions, Only("samples", "accept", "report")],
         load: Annotated[LoadOptions, Without("download", "gguf_file")],
         last: int = 3,
@@ -98,7 +99,7 @@ def test_options_become_the_fields_of_a_dataclass() -> None:
         got.append((place, some, load, last))
 
     names = list(inspect.signature(command).parameters)
-    assert names == ["place", "report", "samples", "accept", "dtype", "trust_remote_code", "last"]
+    assert names == ["place", "dtype", "trust_remote_code", "samples", "accept", "report", "last"]
     word = Enum("word", {"unfused": "unfused", "float16": "float16"})
     command(
         place="here", report=True, samples="all", accept=[word.unfused],

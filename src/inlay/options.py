@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCEPTABLE",
+    "DATA",
     "DTYPES",
+    "MODEL",
+    "OUTPUT",
+    "PANELS",
+    "RECIPE",
+    "RUN",
     "DataKeywords",
     "DataOptions",
     "LoadKeywords",
@@ -39,12 +45,8 @@ ACCEPTABLE = {
     "mistraced": "the traced model is calibrated although it differs from the eager one",
 }
 
-# Headings in the help of the command line.
-_LOADING = "Loading the model"
-_DATA = "Data"
-_RUN = "Run"
-_SAVING = "Writing the result"
-_STREAMING = "When it does not fit into memory"
+# Headings of options in the help of the command line, in this order.
+MODEL, RECIPE, DATA, RUN, OUTPUT = PANELS = ("Model", "Recipe", "Data", "Run", "Output")
 
 
 def _option(
@@ -69,13 +71,13 @@ class LoadOptions:
     """How a model is loaded."""
 
     dtype: "str | torch.dtype" = _option(  # noqa: RUF009
-        "auto", "Dtype to load the weights in; auto is the stored one.", _LOADING, choices=DTYPES
+        "auto", "Dtype to load the weights in; auto is the stored one.", MODEL, choices=DTYPES
     )
-    trust_remote_code: bool = _option(False, "Run code that comes with the model.", _LOADING)
+    trust_remote_code: bool = _option(False, "Run code that comes with the model.", MODEL)
     gguf_file: str | None = _option(
-        None, "GGUF file in the model's folder to take the weights from.", _LOADING
+        None, "GGUF file in the model's folder to take the weights from.", MODEL
     )
-    download: bool = _option(False, "Fetch missing files from the hub.", _LOADING)
+    download: bool = _option(False, "Fetch missing files from the hub.", MODEL)
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -92,14 +94,14 @@ class DataOptions:
     """Which data is read, and how it is divided into batches."""
 
     samples: int | None = _option(
-        512, "Calibrate on this many rows of the data; None (all) takes all rows.", _DATA, least=1
+        512, "Calibrate on this many rows of the data; None (all) takes all rows.", DATA, least=1
     )
-    max_length: int = _option(2048, "Cut texts after this many tokens.", _DATA, least=1)
-    batch_size: int = _option(1, "Rows per batch.", _DATA, least=1)
+    max_length: int = _option(2048, "Cut texts after this many tokens.", DATA, least=1)
+    batch_size: int = _option(1, "Rows per batch.", DATA, least=1)
     held_out: int = _option(
         16,
         "Compare the model before and after on this many further rows; 0 for no comparison.",
-        _DATA,
+        DATA,
         least=0,
     )
 
@@ -117,16 +119,16 @@ class DataKeywords(TypedDict, total=False):
 class Options(DataOptions):
     """How a calibration runs."""
 
-    count_padding: bool = _option(False, "Observe padding tokens like any other token.", _DATA)
-    resume: bool = _option(False, "Continue where an interrupted run stopped.", _RUN)
+    count_padding: bool = _option(False, "Observe padding tokens like any other token.", DATA)
+    resume: bool = _option(False, "Continue where an interrupted run stopped.", RUN)
     compiler: str = _option(
         "auto",
         "Backend of torch.compile, or auto: eager, or compiled if the data is estimated to repay "
         "that.",
-        _RUN,
+        RUN,
     )
     accept: Collection[str] = _option(
-        (), "Accept this problem instead of refusing to go on.", _RUN, choices=ACCEPTABLE
+        (), "Accept this problem instead of refusing to go on.", RUN, choices=ACCEPTABLE
     )
     progress: bool | None = _option(
         None, "Draw progress bars; None draws them if there is a terminal.", None
@@ -147,9 +149,9 @@ class RunKeywords(DataKeywords, total=False):
 class WriteOptions:
     """How a checkpoint is written."""
 
-    overwrite: bool = _option(False, "Replace a folder that is not empty.", _SAVING)
-    max_shard_size: int | str = _option("5GB", "Largest size of a file with weights.", _SAVING)
-    report: bool = _option(True, "Write a report beside the checkpoint.", _SAVING)
+    overwrite: bool = _option(False, "Replace a folder that is not empty.", OUTPUT)
+    max_shard_size: int | str = _option("5GB", "Largest size of a file with weights.", OUTPUT)
+    report: bool = _option(True, "Write a report beside the checkpoint.", OUTPUT)
 
 
 class WriteKeywords(TypedDict, total=False):
@@ -165,7 +167,7 @@ class StreamOptions(Options, WriteOptions):
     """How a model is calibrated from disk to disk."""
 
     offload_activations: bool = _option(
-        False, "Keep the activations between blocks on disk only.", _STREAMING
+        False, "Keep the activations between blocks on disk only.", RUN
     )
 
 

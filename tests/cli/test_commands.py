@@ -28,6 +28,7 @@ from inlay.cli.recipes import KV_CACHES, ObserverChoice, Wanted, run_observer_fi
 from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
+from inlay.options import PANELS
 from inlay.recipe import Recipe, preset_names
 
 OBSERVER_FILE = """
@@ -159,11 +160,18 @@ def test_help_is_at_once() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_command_has_an_example() -> None:
-    commands = [info.callback.__name__ for info in app.registered_commands if info.callback]
-    assert len(commands) == 9
-    for name in commands:
-        assert f"Example: inlay {name} " in " ".join(succeeds(name, "--help").split()) + " "
+def test_the_help_groups_commands_and_options() -> None:
+    headings = re.findall(r"─ (\w+) ─", succeeds("--help"))
+    assert headings == ["Options", "Quantize", "Inspect", "Verify", "Run"]
+    for info in app.registered_commands:
+        assert info.callback is not None
+        name = info.callback.__name__
+        shown = succeeds(name, "--help")
+        # The help starts with the example, right after the usage.
+        assert re.match(rf"\s*Usage: inlay {name} [^\n]*\n\s+Example: inlay {name}\b", shown)
+        panels = [each for each in re.findall(r"─ (\w+) ─", shown) if each in PANELS]
+        assert panels == sorted(panels, key=PANELS.index)
+        assert "Run" in panels  # with --debug
 
 
 def test_version() -> None:

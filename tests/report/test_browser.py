@@ -475,4 +475,7 @@ def test_rows_come_as_the_reader_scrolls(show: Open) -> None:
 def test_without_scripts_the_summary_is_shown(show: Open, sample: ReportData) -> None:
     page = show(sample, java_script_enabled=False)
     assert not page.locator("main").is_visible()
-    assert "Perplexity: before 21.31 (19.8 to 22.9), after 21.58" in page.locator("noscript").inner_text()
+    assert (
+        "Perplexity: before 21.31 (19.8 to 22.9), after 21.58"
+        in page.locator("noscript").inner_text()
+    )

@@ -1,8 +1,7 @@
 """The command line."""
 
 from inlay.cli.app import app, main
+from inlay.cli.commands import calibrate, check, requantize, run, show
 
-# Importing these modules registers their commands with the program, in this order.
-from inlay.cli import commands, checking, listings  # isort: skip
-
-__all__ = ["app", "checking", "commands", "listings", "main"]
+# Importing a module registers its commands.
+__all__ = ["app", "calibrate", "check", "main", "requantize", "run", "show"]

@@ -4,15 +4,22 @@ The library takes seconds to import, so each command imports the parts it needs:
 answers at once.
 """
 
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from inlay._version import __version__
+from inlay.cli.flags import with_flags
+from inlay.cli.terminal import reported
 
-__all__ = ["app", "main"]
+__all__ = ["INSPECT", "QUANTIZE", "RUN", "VERIFY", "app", "command", "main"]
+
+# Headings of the commands in the help, in this order.
+QUANTIZE, INSPECT, VERIFY, RUN = _HEADINGS = ("Quantize", "Inspect", "Verify", "Run")
 
 app = typer.Typer(
     name="inlay",
@@ -21,6 +28,32 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def command(
+    heading: str, *, example: str, on_all_ranks: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command, under a heading of the help.
+
+    Its dataclass parameters become options (see `with_flags`), and its errors are printed in a
+    line. The help starts with the example; the docstring follows.
+
+    :param example: a complete command that works
+    :param on_all_ranks: run the command in every process that torchrun started, not in the first
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        about = inspect.getdoc(function) or ""
+        run = with_flags(reported(function, on_all_ranks=on_all_ranks))
+        app.command(
+            rich_help_panel=heading,
+            short_help=about.partition("\n\n")[0],
+            help=f"Example: [b]{example}[/b]\n\n{about}",
+        )(run)
+        app.registered_commands.sort(key=lambda info: _HEADINGS.index(str(info.rich_help_panel)))
+        return run
+
+    return register
 
 
 def main() -> None:
@@ -46,7 +79,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Calibrate models for quantization: a model and some text in, a checkpoint out.
+    """Quantize models: a model and some text in, a checkpoint that vLLM serves out.
 
     Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
     """

@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from inlay.options import OUTPUT, RECIPE, RUN
+
 __all__ = [
-    "DATA",
-    "QUANTIZATION",
-    "SAVING",
-    "STREAMING",
     "Debug",
     "ExpertTokens",
     "KeepHessians",
@@ -27,13 +25,6 @@ __all__ = [
     "Stream",
     "file_option",
 ]
-
-
-# Headings of the panels in the help.
-QUANTIZATION = "What to quantize"
-DATA = "Data"
-SAVING = "Writing the result"
-STREAMING = "When it does not fit into memory"
 
 
 class KvCache(str, Enum):
@@ -82,7 +73,7 @@ ObserverFile = Annotated[
     file_option(
         "--observer-file",
         help="Python file that registers observers; it is executed.",
-        panel=QUANTIZATION,
+        panel=RECIPE,
     ),
 ]
 MethodOption = Annotated[
@@ -92,7 +83,7 @@ MethodOption = Annotated[
         help="How a scheme quantizes: [b]best[/b] (weights of 4 bits or fewer by GPTQ, or without "
         "data by the range with the smallest error; static integer inputs equalized), or "
         "[b]plain[/b], as llm-compressor does by default. An observer that you name stays.",
-        rich_help_panel=QUANTIZATION,
+        rich_help_panel=RECIPE,
     ),
 ]
 KeepHessians = Annotated[
@@ -101,13 +92,13 @@ KeepHessians = Annotated[
         "--keep-hessians",
         help="Keep what GPTQ gathered with the statistics, for [b]inlay requantize[/b]. It takes "
         "as much space as the weights, or more.",
-        rich_help_panel=SAVING,
+        rich_help_panel=OUTPUT,
     ),
 ]
 Out = Annotated[
     Path,
     typer.Option(
-        help="Folder to write.", file_okay=False, show_default=False, rich_help_panel=SAVING
+        help="Folder to write.", file_okay=False, show_default=False, rich_help_panel=OUTPUT
     ),
 ]
 NoComparison = Annotated[
@@ -115,7 +106,7 @@ NoComparison = Annotated[
     typer.Option(
         "--no-comparison",
         help="Hold no data out, and do not compare the model before and after.",
-        rich_help_panel=SAVING,
+        rich_help_panel=OUTPUT,
     ),
 ]
 Stream = Annotated[
@@ -123,11 +114,15 @@ Stream = Annotated[
     typer.Option(
         "--stream",
         help="Read, run, quantize and write the model block by block, with one in memory.",
-        rich_help_panel=STREAMING,
+        rich_help_panel=RUN,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print nothing but errors.", rich_help_panel=RUN)
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=RUN)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +134,12 @@ class RecipeOptions:
         typer.Option(
             help="Preset that says what to quantize, see [b]inlay schemes[/b].",
             show_default=False,
-            rich_help_panel=QUANTIZATION,
+            rich_help_panel=RECIPE,
         ),
     ] = None
     recipe: Annotated[
         Path | None,
-        file_option("--recipe", help="YAML file that says what to quantize.", panel=QUANTIZATION),
+        file_option("--recipe", help="YAML file that says what to quantize.", panel=RECIPE),
     ] = None
     observer: Annotated[
         list[str] | None,
@@ -152,7 +147,7 @@ class RecipeOptions:
             metavar="PART=NAME[:KEY=VALUE,…]",
             help="Observer for weights, input, output or kv-cache, see [b]inlay observers[/b].",
             show_default=False,
-            rich_help_panel=QUANTIZATION,
+            rich_help_panel=RECIPE,
         ),
     ] = None
     observer_file: ObserverFile = None
@@ -162,7 +157,7 @@ class RecipeOptions:
             help="Module to leave in full precision: its name or re:PATTERN. The head of a "
             "language model always is, unless this is [b]none[/b].",
             show_default=False,
-            rich_help_panel=QUANTIZATION,
+            rich_help_panel=RECIPE,
         ),
     ] = None
     kv_cache: Annotated[
@@ -170,7 +165,7 @@ class RecipeOptions:
         typer.Option(
             help="Also quantize keys and values of attention.",
             show_default=False,
-            rich_help_panel=QUANTIZATION,
+            rich_help_panel=RECIPE,
         ),
     ] = None
     equalize: Annotated[
@@ -180,7 +175,7 @@ class RecipeOptions:
             help="Move the size of outlier channels from inputs into weights: a number from 0 to "
             "1, or [b]auto[/b].",
             show_default=False,
-            rich_help_panel=QUANTIZATION,
+            rich_help_panel=RECIPE,
         ),
     ] = None
     experts: Annotated[
@@ -191,7 +186,7 @@ class RecipeOptions:
             "([b]fill[/b]); always those of its [b]layer[/b]; or [b]all[/b], sent through every "
             "expert.",
             show_default="routed",
-            rich_help_panel=QUANTIZATION,
+            rich_help_panel=RECIPE,
         ),
     ] = None
     gptq: Annotated[
@@ -200,6 +195,6 @@ class RecipeOptions:
             "--gptq",
             help="Round weights by GPTQ, which lets later columns compensate the error of earlier "
             "ones. Needs data.",
-            rich_help_panel=QUANTIZATION,
+            rich_help_panel=RECIPE,
         ),
     ] = False

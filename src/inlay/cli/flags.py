@@ -8,6 +8,9 @@ from functools import partial, wraps
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
+
+from inlay.options import PANELS
 
 __all__ = ["Only", "Without", "with_flags"]
 
@@ -36,7 +39,8 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each field of the dataclasses that it takes.
 
     A parameter `options: Options` becomes the options of the fields, with their defaults and help.
-    `Annotated[Options, Only("accept")]` chooses among the fields.
+    `Annotated[Options, Only("accept")]` chooses among the fields. The help shows the panels of
+    options in the order of `PANELS`.
     """
     groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -54,9 +58,21 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = cls(**{key: _stored(cls, key, value) for key, value in typed.items()})
         command(**given)
 
+    parameters.sort(key=_panel)  # which keeps the order within a panel
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def _panel(parameter: inspect.Parameter) -> int:
+    """Return the place of an option's panel. Arguments come first, options without a panel last."""
+    for said in get_args(parameter.annotation)[1:]:
+        if isinstance(said, ArgumentInfo):
+            return -1
+        panel = getattr(said, "rich_help_panel", None)
+        if panel in PANELS:
+            return PANELS.index(panel)
+    return len(PANELS)
 
 
 def _dataclass_in(annotation: Any) -> tuple[Any, Only]:

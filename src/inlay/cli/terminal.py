@@ -24,32 +24,23 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["calm_transformers", "console", "reported", "reported_by_all", "table", "tell"]
+__all__ = ["calm_transformers", "console", "reported", "table", "tell"]
 
 
-def reported(command: Callable[..., None]) -> Callable[..., None]:
+def reported(command: Callable[..., None], *, on_all_ranks: bool = False) -> Callable[..., None]:
     """Add `--debug` to a command, and print its errors and warnings in a line or two.
 
-    Started by torchrun, it runs in the first process.
+    :param on_all_ranks: use all processes that torchrun started. If one fails, all end, and one of
+        them prints the error. By default the command runs in the first process
     """
-    return _reported(command, contextlib.nullcontext, on_all=False)
+    group: Callable[[], AbstractContextManager[None]] = (
+        process_group if on_all_ranks else contextlib.nullcontext
+    )
 
-
-def reported_by_all(command: Callable[..., None]) -> Callable[..., None]:
-    """The same for a command that uses all processes that torchrun started.
-
-    If one fails, all end, and one of them prints the error.
-    """
-    return _reported(command, process_group, on_all=True)
-
-
-def _reported(
-    command: Callable[..., None], group: Callable[[], AbstractContextManager[None]], *, on_all: bool
-) -> Callable[..., None]:
     @functools.wraps(command)
     def run(*args: Any, debug: bool, **kwargs: Any) -> None:
         joined = started_by_torchrun()
-        if joined and not on_all and os.environ["RANK"] != "0":
+        if joined and not on_all_ranks and os.environ["RANK"] != "0":
             return
         with group() if joined else contextlib.nullcontext(), warnings.catch_warnings():
             warnings.showwarning = _tell_warning  # type: ignore[assignment]

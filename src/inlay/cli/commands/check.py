@@ -1,27 +1,27 @@
-"""Commands that run a model: one checks an architecture, one uses a quantized checkpoint."""
+"""The command that checks an architecture."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 
-from inlay.cli.app import app
+from inlay.cli.app import VERIFY, command
 from inlay.cli.arguments import Model, RecipeOptions
-from inlay.cli.commands import source_of
-from inlay.cli.flags import Without, with_flags
+from inlay.cli.flags import Without
+from inlay.cli.places import source_of
 from inlay.cli.recipes import wanted_of
-from inlay.cli.terminal import calm_transformers, console, reported
+from inlay.cli.terminal import calm_transformers, console
 from inlay.errors import ConfigurationError
 from inlay.options import LoadOptions
 
-__all__ = ["check", "run"]
+__all__ = ["check"]
 
 _ROWS, _TOKENS = 2, (16, 24)  # of the batches: two lengths, as lengths vary in use
 
 
-@app.command()
-@reported
-@with_flags
+@command(
+    VERIFY,
+    example="inlay check ./SmolLM2 --scheme W8A8_STATIC",
+)
 def check(
     model: Model,
     recipe_options: RecipeOptions,
@@ -31,10 +31,7 @@ def check(
     ] = 2,
     compiler: Annotated[str, typer.Option(help="Backend of torch.compile to check.")] = "eager",
 ) -> None:
-    """Check that Inlay gets a model right, on random weights. Reads only its config.
-
-    Example: [b]inlay check ./SmolLM2 --scheme W8A8_STATIC[/b]
-    """
+    """Check that Inlay gets a model right, on random weights. Reads only its config."""
     source = source_of(model, load_options)
     wanted = wanted_of(recipe_options)
     wanted.require_recipe()
@@ -56,41 +53,6 @@ def check(
         screen.print(f"  right: {text}", soft_wrap=True)
     for text in found.left_out:
         screen.print(f"  not checked: {text}", soft_wrap=True)
-
-
-@app.command()
-@reported
-@with_flags
-def run(
-    model: Model,
-    load_options: Annotated[LoadOptions, Without("gguf_file")],
-    text: Annotated[
-        list[str],
-        typer.Option("--text", help="What to continue or embed; may be repeated."),
-    ],
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
-    compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Compile first; pays for many tokens.")
-    ] = False,
-) -> None:
-    """Run a quantized checkpoint: continue texts, or print their embeddings as JSON.
-
-    Example: [b]inlay run ./SmolLM2-W8A8 --text "Once upon a time"[/b]
-    """
-    source = source_of(model, load_options)
-    calm_transformers(quiet=True)
-    from inlay.checkpoint.loading import load_tokenizer
-    from inlay.serving.loading import load
-    from inlay.serving.using import continued, embedded
-
-    loaded: Any = load(source, compile=compiled)
-    tokenizer = load_tokenizer(source)
-    if loaded.can_generate():
-        results = continued(loaded, tokenizer, text, tokens=tokens)
-    else:
-        results = [json.dumps(vector) for vector in embedded(loaded, tokenizer, text).tolist()]
-    for result in results:
-        typer.echo(result)
 
 
 def _batch(model: Any, tokens: int) -> dict[str, Any]:

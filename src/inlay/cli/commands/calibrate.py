@@ -1,0 +1,155 @@
+"""The command that calibrates a model and writes its checkpoint."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inlay.checkpoint.source import Source
+from inlay.cli.app import QUANTIZE, command
+from inlay.cli.arguments import (
+    KeepHessians,
+    MethodName,
+    MethodOption,
+    Model,
+    NoComparison,
+    Out,
+    Quiet,
+    RecipeOptions,
+    Stream,
+    file_option,
+)
+from inlay.cli.known import compiler_names
+from inlay.cli.outcome import interrupted, show_result
+from inlay.cli.places import require_apart, source_of, statistics_folder
+from inlay.cli.recipes import Wanted, wanted_of
+from inlay.cli.terminal import calm_transformers
+from inlay.data.rows import read_rows
+from inlay.errors import ConfigurationError
+from inlay.files import require_room
+from inlay.options import DATA, LoadOptions, Options, StreamOptions, WriteOptions, keywords_of
+from inlay.ranks.identity import is_first
+
+if TYPE_CHECKING:
+    from inlay.engine.run import Run
+    from inlay.engine.stream import Streamed
+
+__all__ = ["calibrate"]
+
+
+@command(
+    QUANTIZE,
+    example="inlay calibrate ./SmolLM2 --scheme W8A8 --data chats.jsonl --out SmolLM2-W8A8",
+    on_all_ranks=True,
+)
+def calibrate(
+    model: Model,
+    recipe_options: RecipeOptions,
+    options: StreamOptions,
+    load_options: LoadOptions,
+    out: Out,
+    data: Annotated[
+        Path | None,
+        file_option(
+            "--data",
+            help=".txt with one text per line, or .jsonl with [b]text[/b], [b]messages[/b] or "
+            "[b]input_ids[/b].",
+            panel=DATA,
+        ),
+    ] = None,
+    method: MethodOption = MethodName.BEST,
+    keep_hessians: KeepHessians = False,
+    no_comparison: NoComparison = False,
+    stream: Stream = False,
+    quiet: Quiet = False,
+) -> None:
+    """Calibrate a model on text and write the quantized checkpoint."""
+    require_apart(out, model)
+    require_room(out, overwrite=options.overwrite)
+    source = source_of(model, load_options)
+    if options.offload_activations and not stream:
+        raise typer.BadParameter("needs --stream", param_hint="--offload-activations")
+    if stream:
+        source.require_streamable()
+    wanted = wanted_of(
+        recipe_options,
+        keep_hessians=keep_hessians,
+        method=method.value,
+        has_data=data is not None,
+    )
+    if no_comparison:
+        options = replace(options, held_out=0)
+    options = replace(options, progress=False if quiet else None)
+    # Refuse data that cannot be read before loading the library and the model.
+    first_row = None if data is None else next(read_rows(data), None)
+    if data is not None and first_row is None:
+        raise ConfigurationError(f"{data} is empty: there is nothing to calibrate on")
+    wanted.require_data()
+    _require_compiler(options.compiler)
+    wanted.require_recipe()
+    calm_transformers(quiet)
+    if stream:
+        run: Run | Streamed = _streamed(source, wanted, data, out, options)
+    else:
+        # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
+        is_text = first_row is not None and first_row.kind != "input_ids"
+        run = _in_memory(source, wanted, data, is_text, out, options)
+    if is_first() and not quiet:
+        show_result(run, out)
+
+
+def _in_memory(
+    source: Source,
+    wanted: Wanted,
+    data: Path | None,
+    is_text: bool,
+    out: Path,
+    options: StreamOptions,
+) -> "Run":
+    from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
+    from inlay.engine.calibrate import calibrate as calibrate_model
+    from inlay.statistics.rank_files import remove_all
+
+    loaded = load_model(source)
+    statistics = statistics_folder(out)
+    try:
+        run = calibrate_model(
+            loaded,
+            wanted.recipe_for(loaded),
+            data,
+            tokenizer=(load_tokenizer if is_text else find_tokenizer)(source),
+            statistics=statistics,
+            **keywords_of(options, Options),
+        )
+        run.save(out, **keywords_of(options, WriteOptions))
+    except KeyboardInterrupt:
+        interrupted(statistics, "statistics")
+    if is_first():
+        remove_all(statistics)  # the checkpoint holds them now
+    return run
+
+
+def _streamed(
+    source: Source, wanted: Wanted, data: Path | None, out: Path, options: StreamOptions
+) -> "Streamed":
+    from inlay.checkpoint.stored_model import StoredModel
+    from inlay.engine.stream import stream
+    from inlay.engine.streamed.journal import work_folder
+
+    stored = StoredModel.open(source)
+    try:
+        recipe = wanted.recipe_for(stored.model)
+        return stream(stored, recipe, data, out=out, **keywords_of(options, StreamOptions))
+    except KeyboardInterrupt:
+        interrupted(work_folder(out), "blocks")
+
+
+def _require_compiler(name: str) -> None:
+    if name in ("auto", "eager", "inductor"):
+        return  # which are always there
+    known = compiler_names()
+    if name not in known:
+        raise typer.BadParameter(
+            f"there is no compiler {name!r}; use one of {', '.join(known)}", param_hint="--compiler"
+        )
