@@ -14,10 +14,12 @@ from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.source import Source
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.cli.arguments import Model
-from inlay.cli.commands import calibrate, check, requantize, show
+from inlay.cli.commands import calibrate, check, compare, requantize, show
 from inlay.cli.flags import Only, Without, with_flags
 from inlay.data.sources import batches_of
 from inlay.options import (
+    CompareKeywords,
+    CompareOptions,
     DataKeywords,
     DataOptions,
     LoadKeywords,
@@ -37,6 +39,7 @@ GROUPS = [
     (LoadOptions, LoadKeywords, inlay.load),
     (Options, RunKeywords, inlay.calibrate),
     (StreamOptions, StreamKeywords, inlay.stream),
+    (CompareOptions, CompareKeywords, inlay.compare),
     (WriteOptions, WriteKeywords, inlay.Calibration.save),
 ]
 
@@ -52,21 +55,28 @@ def test_keywords_are_the_fields(options: type, keywords: type, function: Any) -
             assert taken[own.name].default == own.default
 
 
-@pytest.mark.parametrize(("options", "_", "function"), GROUPS[:6])
+@pytest.mark.parametrize(("options", "_", "function"), GROUPS[:7])
 def test_unknown_keywords_are_refused(options: type, _: type, function: Any) -> None:
     given: dict[str, Any] = {"out": "out"} if function is inlay.stream else {}
-    needed = ["nowhere"] * (1 if options in (DataOptions, LoadOptions) else 2)
+    needed = ["nowhere"] * {DataOptions: 1, LoadOptions: 1, CompareOptions: 3}.get(options, 2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'sampels'"):
         function(*needed, sampels=1, **given)
 
 
-COMMANDS = [calibrate.calibrate, show.explain, requantize.requantize, check.check]
+COMMANDS = [
+    calibrate.calibrate,
+    show.explain,
+    requantize.requantize,
+    check.check,
+    compare.compare,
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_line_has_the_same_defaults(command: Callable[..., None]) -> None:
     shown = inspect.signature(command).parameters
-    for own in (*fields(StreamOptions), *fields(LoadOptions)):
+    groups = [CompareOptions] if command is compare.compare else [StreamOptions, LoadOptions]
+    for own in (own for group in groups for own in fields(group)):
         if own.name not in shown or (own.name == "compiler" and command is check.check):
             continue
         (said,) = get_args(shown[own.name].annotation)[1:]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from inlay import observers, passes
     from inlay.calibration import Calibration
     from inlay.calibration.named_backend import finalize
+    from inlay.comparison import compare
     from inlay.engine.calibrate import calibrate
     from inlay.engine.stream import stream
     from inlay.observers import Observer, QParamsDict, sync_observers
@@ -38,6 +39,7 @@ __all__ = [
     "StoredStatistics",
     "__version__",
     "calibrate",
+    "compare",
     "finalize",
     "load",
     "observers",
@@ -55,6 +57,7 @@ _LAZY = {
     "Recipe": "inlay.recipe",
     "StoredStatistics": "inlay.statistics.on_disk",
     "calibrate": "inlay.engine.calibrate",
+    "compare": "inlay.comparison",
     "finalize": "inlay.calibration.named_backend",
     "load": "inlay.serving",
     "package": "inlay.serving",

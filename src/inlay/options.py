@@ -6,7 +6,10 @@ command. Importing this takes no time.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from inlay.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
@@ -15,16 +18,21 @@ __all__ = [
     "ACCEPTABLE",
     "DATA",
     "DTYPES",
+    "LIMITS",
     "MODEL",
     "OUTPUT",
     "PANELS",
     "RECIPE",
     "RUN",
+    "CompareKeywords",
+    "CompareOptions",
     "DataKeywords",
     "DataOptions",
     "LoadKeywords",
     "LoadOptions",
     "Options",
+    "RowKeywords",
+    "RowOptions",
     "RunKeywords",
     "StreamKeywords",
     "StreamOptions",
@@ -46,7 +54,14 @@ ACCEPTABLE = {
 }
 
 # Headings of options in the help of the command line, in this order.
-MODEL, RECIPE, DATA, RUN, OUTPUT = PANELS = ("Model", "Recipe", "Data", "Run", "Output")
+MODEL, RECIPE, DATA, RUN, LIMITS, OUTPUT = PANELS = (
+    "Model",
+    "Recipe",
+    "Data",
+    "Run",
+    "Limits",
+    "Output",
+)
 
 
 def _option(
@@ -90,14 +105,27 @@ class LoadKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class RowOptions:
+    """How rows of data are divided into batches."""
+
+    max_length: int = _option(2048, "Cut texts after this many tokens.", DATA, least=1)
+    batch_size: int = _option(1, "Rows per batch.", DATA, least=1)
+
+
+class RowKeywords(TypedDict, total=False):
+    """The fields of `RowOptions` as keywords."""
+
+    max_length: int
+    batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(RowOptions):
     """Which data is read, and how it is divided into batches."""
 
     samples: int | None = _option(
         512, "Calibrate on this many rows of the data; None (all) takes all rows.", DATA, least=1
     )
-    max_length: int = _option(2048, "Cut texts after this many tokens.", DATA, least=1)
-    batch_size: int = _option(1, "Rows per batch.", DATA, least=1)
     held_out: int = _option(
         16,
         "Compare the model before and after on this many further rows; 0 for no comparison.",
@@ -106,12 +134,10 @@ class DataOptions:
     )
 
 
-class DataKeywords(TypedDict, total=False):
+class DataKeywords(RowKeywords, total=False):
     """The fields of `DataOptions` as keywords."""
 
     samples: int | None
-    max_length: int
-    batch_size: int
     held_out: int
 
 
@@ -175,6 +201,66 @@ class StreamKeywords(RunKeywords, WriteKeywords, total=False):
     """The fields of `StreamOptions` as keywords."""
 
     offload_activations: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(LoadOptions, RowOptions):
+    """How two models are compared, and how far they may be apart."""
+
+    samples: int | None = _option(
+        64, "Compare on this many rows of the data; None (all) takes all rows.", DATA, least=1
+    )
+    worst: int = _option(
+        5, "Show this many of the positions with the largest KL divergence.", OUTPUT, least=0
+    )
+    max_kl: float | None = _option(
+        None, "Largest KL divergence of B from A, in nats per position.", LIMITS
+    )
+    min_agreement: float | None = _option(
+        None, "Smallest share of positions where both choose the same token.", LIMITS
+    )
+    max_perplexity_ratio: float | None = _option(
+        None, "Largest perplexity of B over that of A.", LIMITS
+    )
+    min_cosine: float | None = _option(
+        None, "Smallest cosine similarity of the outputs of encoders.", LIMITS
+    )
+    strict: bool = _option(
+        False, "Count every warning, such as of a changed chat template, as a failure.", LIMITS
+    )
+    top_logprobs: int = _option(
+        20, "Log-probabilities to ask a server for at each position.", MODEL, least=1
+    )
+    served_name: str | None = _option(
+        None, "Name of the model on the server; by default the one that matches B.", MODEL
+    )
+    progress: bool | None = _option(
+        None, "Draw progress bars; None draws them if there is a terminal.", None
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse limits that nothing, or everything, is within."""
+        largest = {"max_kl": inf, "max_perplexity_ratio": inf, "min_agreement": 1, "min_cosine": 1}
+        for name, most in largest.items():
+            limit = getattr(self, name)
+            if limit is not None and not 0 <= limit <= most:
+                upper = "" if most == inf else f" to {most}"
+                raise ConfigurationError(f"{name} must be a number from 0{upper}, not {limit}")
+
+
+class CompareKeywords(LoadKeywords, RowKeywords, total=False):
+    """The fields of `CompareOptions` as keywords."""
+
+    samples: int | None
+    worst: int
+    max_kl: float | None
+    min_agreement: float | None
+    max_perplexity_ratio: float | None
+    min_cosine: float | None
+    strict: bool
+    top_logprobs: int
+    served_name: str | None
+    progress: bool | None
 
 
 def keywords_of(options: Any, group: type) -> dict[str, Any]:

@@ -26,6 +26,7 @@ __all__ = [
     "dtype_of",
     "empty_model",
     "find_tokenizer",
+    "load_as_stored",
     "load_model",
     "load_tokenizer",
     "random_model",
@@ -56,6 +57,20 @@ def load_model(place: Place, **options: Unpack[LoadKeywords]) -> nn.Module:
     in_cache = source.is_folder or not source.download
     if source.gguf_file is None and in_cache:
         require_shards(source.folder())
+    model = _loaded(source, config)
+    if source.gguf_file is None:
+        folder = source.folder()
+        warn_of_unused(model, folder, stored_names(folder), Loading.of(model))
+    return model
+
+
+def load_as_stored(place: Place, **options: Unpack[LoadKeywords]) -> nn.Module:
+    """Load a model as `load_model` does, or a quantized one as transformers runs it."""
+    source = Source.of(place, **options)
+    return _loaded(source, source.config())
+
+
+def _loaded(source: Source, config: Any) -> nn.Module:
     source.require_safetensors()
     cls, own = class_of(config, source)
     own.update({"use_safetensors": True} if source.gguf_file is None else _unpacked())
@@ -70,9 +85,6 @@ def load_model(place: Place, **options: Unpack[LoadKeywords]) -> nn.Module:
     )
     require_all_weights(model, found["missing_keys"], source)
     assert isinstance(model, nn.Module)
-    if source.gguf_file is None:
-        folder = source.folder()
-        warn_of_unused(model, folder, stored_names(folder), Loading.of(model))
     return model.eval()
 
 

@@ -81,5 +81,5 @@ def _root(
 ) -> None:
     """Quantize models: a model and some text in, a checkpoint that vLLM serves out.
 
-    Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 130 interrupted.
+    Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 beyond a limit, 130 interrupted.
     """

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.models import ArgumentInfo
 
+from inlay.errors import ConfigurationError
 from inlay.options import PANELS
 
 __all__ = ["Only", "Without", "with_flags"]
@@ -55,7 +56,10 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         for name, (cls, own) in groups.items():
             typed = {each.name: given.pop(each.name) for each in own}
-            given[name] = cls(**{key: _stored(cls, key, value) for key, value in typed.items()})
+            try:
+                given[name] = cls(**{key: _stored(cls, key, value) for key, value in typed.items()})
+            except ConfigurationError as error:  # of a value that no number or name may have
+                raise typer.BadParameter(str(error)) from error
         command(**given)
 
     parameters.sort(key=_panel)  # which keeps the order within a panel
@@ -118,6 +122,8 @@ def _annotation(cls: Any, own: Field[Any]) -> Any:
         settings |= {"parser": partial(_count_or_all, said["least"]), "metavar": "INTEGER|all"}
     elif said["least"] is not None:
         kind, settings["min"] = int, said["least"]
+    elif "float" in str(own.type):
+        kind = float
     if isinstance(own.default, tuple):
         kind = list[kind]
     return Annotated[kind | None if is_optional else kind, typer.Option(name, **settings)]

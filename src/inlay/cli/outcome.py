@@ -3,14 +3,25 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from inlay.cli.terminal import console
+from inlay.cli.terminal import console, table
 
 if TYPE_CHECKING:
+    from inlay.comparison.result import Choice, ModelComparison
     from inlay.engine.run import Run
     from inlay.engine.stream import Streamed
     from inlay.report import ReportData
 
-__all__ = ["interrupted", "report_data", "show_result"]
+__all__ = ["interrupted", "report_data", "show_comparison", "show_result"]
+
+# Measures of a comparison, in words.
+_MEASURES = {
+    "agreement": "top-1 agreement",
+    "kl": "KL divergence of B from A",
+    "kl_reverse": "KL divergence of A from B",
+    "perplexity_a": "perplexity of A",
+    "perplexity_b": "perplexity of B",
+    "perplexity_ratio": "perplexity of B over A",
+}
 
 
 def report_data(folder: Path) -> "ReportData | None":
@@ -102,3 +113,73 @@ def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
     if data is not None:
         facts["report"] = str(out / "report.html")
     return facts
+
+
+def show_comparison(found: "ModelComparison") -> None:
+    """Print what differs between two models."""
+    from rich.table import Table
+
+    from inlay.report.numbers import count, measured
+
+    screen = console()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("A", found.a)
+    grid.add_row("B", found.b if found.via is None else f"{found.b}, served at {found.via}")
+    grid.add_row(
+        "data", f"{found.data}; {count(found.rows)} rows, {count(found.positions)} positions"
+    )
+    for name, each in found.estimates.items():
+        least = "at least " if each.is_bound else ""
+        words = _MEASURES.get(name, name.replace("_", " "))
+        grid.add_row(words, f"{least}{measured(each.value, each.interval)}")
+    screen.print(grid)
+    _show_special_tokens(found)
+    _show_worst(found)
+    for finding in found.findings:
+        screen.print(f"{finding.severity}: {finding.about}: {finding.text}", soft_wrap=True)
+    if not found.findings:
+        screen.print("Configs, tokenizers, stored tensors and weights show no fault.")
+
+
+def _show_special_tokens(found: "ModelComparison") -> None:
+    from inlay.report.numbers import count, number
+
+    if not found.special_tokens:
+        return
+    columns = ("special token", "next in data", "p(A) there", "p(B) there")
+    rows = table(*columns, "chosen by A", "by B", "by both", "p(A) elsewhere", "p(B) elsewhere")
+    for each in found.special_tokens:
+        least = "≥ " if each.is_bound else ""
+        rows.add_row(
+            each.token,
+            count(each.expected),
+            number(each.expected_a),
+            number(each.expected_b),
+            count(each.chosen_a),
+            count(each.chosen_b),
+            count(each.chosen_both),
+            number(each.elsewhere_a),
+            f"{least}{number(each.elsewhere_b)}",
+        )
+    console().print(rows)
+
+
+def _show_worst(found: "ModelComparison") -> None:
+    from inlay.report.numbers import number
+
+    if not found.worst:
+        return
+    rows = table("row", "token", "KL", "text before", "expected (p in A, B)", "A says", "B says")
+    for each in found.worst:
+        expected = ""
+        if each.expected is not None:
+            shares = f"{number(each.expected.probability)}, {number(each.expected_b)}"
+            expected = f"{each.expected.token!r} ({shares})"
+        top = [_choices(choices) for choices in (each.top_a, each.top_b)]
+        text = repr(each.text[-60:])
+        rows.add_row(str(each.row), str(each.token), number(each.kl), text, expected, *top)
+    console().print(rows)
+
+
+def _choices(choices: "tuple[Choice, ...]") -> str:
+    return ", ".join(f"{each.token!r} {each.probability:.2f}" for each in choices)

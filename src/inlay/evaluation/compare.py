@@ -31,8 +31,11 @@ __all__ = [
     "Passing",
     "compare",
     "counted_positions",
+    "is_causal",
+    "named_inputs",
     "prepared",
     "run_eagerly",
+    "vocabulary_of",
 ]
 
 Batch = Mapping[str, Any] | Sequence[Any]
@@ -141,7 +144,7 @@ def _without_cache(model: nn.Module, batch: Batch) -> Batch:
     return without_cache(model, batch) if isinstance(batch, Mapping) else batch
 
 
-def _named(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+def named_inputs(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
     """Return the batch by the names of the model's arguments."""
     if isinstance(batch, Mapping):
         return batch
@@ -154,7 +157,9 @@ def counted_positions(model: nn.Module, batch: Batch) -> torch.Tensor | None:
     A model with an encoder and a decoder returns values of the tokens of its decoder.
     """
     has_decoder = "decoder_input_ids" in inspect.signature(model.forward).parameters
-    mask = _named(model, batch).get("decoder_attention_mask" if has_decoder else "attention_mask")
+    mask = named_inputs(model, batch).get(
+        "decoder_attention_mask" if has_decoder else "attention_mask"
+    )
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return None
     return mask.bool()
@@ -187,8 +192,8 @@ class Outputs:
             self.add(batch, before, after)
 
     def add(self, batch: Batch, before: Any, after: Any) -> None:
-        named = _named(self._model, batch)
-        vocabulary = _vocabulary(self._model)
+        named = named_inputs(self._model, batch)
+        vocabulary = vocabulary_of(self._model)
         name, old = _comparable(before)
         _, new = _comparable(after)
         if old is None or new is None:
@@ -207,7 +212,7 @@ class Outputs:
         rows = _counted_rows(before, counted)
         labels = None
         ids = batch.get("input_ids")
-        if _is_causal(self._model) and ids is not None and ids.shape == before.shape[:-1]:
+        if is_causal(self._model) and ids is not None and ids.shape == before.shape[:-1]:
             labels = next_tokens(ids, counted).flatten()[rows]
         measure = self._measures.setdefault("choices", Choices())
         assert isinstance(measure, Choices)
@@ -240,19 +245,27 @@ class Outputs:
         assert isinstance(measure, Vectors)
         return measure
 
+    @property
+    def measures(self) -> tuple[Measure, ...]:
+        return tuple(self._measures.values())
+
     def changes(self) -> list[Change]:
         return [change for measure in self._measures.values() for change in measure.changes()]
 
     def findings(self) -> list[Finding]:
         # The first measure is enough: the others use the same numbers.
-        found = [r for measure in list(self._measures.values())[:1] for r in measure.findings()]
-        if self._misfits:
-            text = (
-                f"The outputs of {len(self._misfits)} batches could not be compared because their "
-                f"shapes differ: {self._misfits[0]}."
-            )
-            found.append(Finding(severity="warning", text=text))
-        return found
+        found = [r for measure in self.measures[:1] for r in measure.findings()]
+        return found + self.misfits()
+
+    def misfits(self) -> list[Finding]:
+        """Report outputs of different shapes."""
+        if not self._misfits:
+            return []
+        text = (
+            f"The outputs of {len(self._misfits)} batches could not be compared because their "
+            f"shapes differ: {self._misfits[0]}."
+        )
+        return [Finding(severity="warning", text=text)]
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -288,7 +301,7 @@ def _are_choices(name: str, values: torch.Tensor, vocabulary: int | None) -> boo
     return name == "logits" or (name == "output" and values.size(-1) == vocabulary)
 
 
-def _vocabulary(model: nn.Module) -> int | None:
+def vocabulary_of(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     # A model of text and images has a config for each.
     text = getattr(config, "get_text_config", lambda: config)()
@@ -296,7 +309,7 @@ def _vocabulary(model: nn.Module) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _is_causal(model: nn.Module) -> bool:
+def is_causal(model: nn.Module) -> bool:
     """Return whether the model predicts the next token at each position."""
     can_generate = getattr(model, "can_generate", None)
     config = getattr(model, "config", None)
