@@ -150,4 +150,4 @@ def test_two_processes_stream_what_one_does(tmp_path: Path) -> None:
 def test_a_wrong_option_is_said_once(place: Path) -> None:
     done = torchrun(place, 2, *command("out_five", "--equalize", "much"))
     assert done.returncode == 1
-    assert done.stderr.count("give a number, or auto") == 1
+    assert done.stderr.count("is no strength") == 1

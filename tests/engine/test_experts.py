@@ -36,7 +36,7 @@ def batches(model: Any, count: int) -> list[dict[str, Any]]:
 
 def run(model: Any, data: Any, recipe: Recipe | None = None, **options: Any) -> Calibration:
     torch._dynamo.reset()
-    options = {"compiler": "eager", "held_out": 0, "progress": False, **options}
+    options = {"compiler": "eager", "samples": None, "held_out": 0, "progress": False, **options}
     return calibrate(model, recipe or recipe_of(), data, **options)
 
 

@@ -172,12 +172,15 @@ def test_batches_that_are_given_are_the_ranks_own(ranks: Ranks) -> None:
     alone = run(replace(job, own=(), data=given))
     found = on_all(ranks, job)
     assert all(result["same"] == alone["same"] for result in found)
-    assert found[0]["data"] == "1 batches, and those of all 4 processes (1, 0, 2, 1 of 4 batches)"
+    assert found[0]["data"] == (
+        "1 batches, and those of all 4 processes (1, 0, 2, 1 of 4 batches), fewer than samples=512"
+    )
 
 
 def test_the_record_says_how_data_was_divided(ranks: Ranks) -> None:
     job = Job(data=rows(5), inputs=STATIC, options={"held_out": 0})
-    expected = "5 rows of token ids, divided over 4 processes (2, 1, 1, 1 of 5 batches)"
+    expected = "5 rows of token ids, divided over 4 processes (2, 1, 1, 1 of 5 batches), "
+    expected += "fewer than samples=512"
     assert [result["data"] for result in on_all(ranks, job)] == [expected] * 4
 
 

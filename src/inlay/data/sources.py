@@ -37,7 +37,7 @@ class Batches:
     :param part: which of the batches of all processes these are
     :param is_divided: whether they were made by dividing data that all processes have
     :param can_repeat: whether they can be read again
-    :param asked: how many rows were asked for
+    :param asked: how many rows were to calibrate; None if all
     """
 
     source: str
@@ -60,7 +60,7 @@ class Batches:
             return ", not calibrated on: the recipe observes nothing while data runs"
         if self.asked is None or self.samples is None or self.samples >= self.asked:
             return ""
-        return f", fewer than the {self.asked:,} samples asked for"
+        return f", fewer than samples={self.asked}"
 
     @property
     def numbered(self) -> Iterator[tuple[int, Batch]]:

@@ -65,7 +65,7 @@ class MeasuringObserver(Observer):
         """Tell whether all groups of a value can be measured at once, exactly as one by one."""
         whole = "measure_input" if of_input else "measure"
         for base in cls.__mro__:
-            if f"{whole}_parts" in vars(base):
+            if f"{whole}_row_groups" in vars(base):
                 return base is not MeasuringObserver
             if whole in vars(base):  # a subclass that measures otherwise
                 return False

@@ -6,6 +6,7 @@ it has arrived, that it failed and why, and, every half second, that it is alive
 all of that, so it waits as long as the others are at work, and not much longer.
 """
 
+import atexit
 import hashlib
 import threading
 import time
@@ -59,7 +60,10 @@ class Channel:
         self._silent: dict[int, float] = {}  # seconds since the last one
         self._others = [other for other in range(count) if other != own]
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, name="inlay-alive", daemon=True).start()
+        self._alive = threading.Thread(target=self._beat, name="inlay-alive", daemon=True)
+        self._alive.start()
+        # Python aborts if a daemon thread returns from C++ while the interpreter shuts down.
+        atexit.register(self.close)
 
     def _beat(self) -> None:
         # A connection of its own: the main thread may hold the other one for long.
@@ -70,8 +74,10 @@ class Channel:
                 self._closed.wait(_BEAT)
 
     def close(self) -> None:
-        """Give no more signs of life: the group ends."""
+        """Stop the signs of life, because the group ends."""
         self._closed.set()
+        self._alive.join(_LINGER)
+        atexit.unregister(self.close)
 
     def begin(self) -> None:
         self._call, self._step, self.is_inside, self.speaks = self._call + 1, 0, True, True

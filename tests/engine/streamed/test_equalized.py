@@ -121,7 +121,7 @@ def test_experts_are_equalized_each_by_itself(tmp_path: Path, family: str) -> No
     data, options = batches(4), {"samples": 4, "held_out": 4}
     expected = in_memory(tmp_path / "model", recipe, data, **options)
     stored = StoredStatistics.load(expected)
-    assert [group["experts"] for group in stored.groups].count(4) == 2
+    assert [group["stacked"] for group in stored.groups].count(4) == 2
     with stopping(after=2):
         streamed(tmp_path / "model", recipe, data, **options)
     found = streamed(tmp_path / "model", recipe, data, resume=True, **options)
