@@ -135,9 +135,15 @@ def test_example_inside_llm_compressor(tmp_path: Path, capsys) -> None:
     assert float(saved["model.layers.0.mlp.down_proj.input_scale"]) > 0
 
 
-@pytest.mark.parametrize("name", ["observe_a_weight.py", "calibrate_in_the_graph.py"])
-def test_readme_shows_the_example(name: str) -> None:
-    shown = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("name", "document"),
+    [
+        ("observe_a_weight.py", "examples/README.md"),
+        ("calibrate_in_the_graph.py", "README.md"),
+    ],
+)
+def test_documents_show_examples(name: str, document: str) -> None:
+    shown = (ROOT / document).read_text()
     code = (EXAMPLES / name).read_text().split('"""', 2)[2].strip()
     assert code in shown
 

@@ -5,6 +5,7 @@ import json
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 
 import after
@@ -22,6 +23,7 @@ import torch
 import weights
 from harness import Row
 from plot import plot
+from publishing import publish
 from rich.console import Console
 from rich.table import Table
 
@@ -47,13 +49,15 @@ def main() -> None:
     console = Console()
     machine = describe()
     console.print(machine)
-    rows: list[Row] = []
+    found: dict[str, list[Row]] = {}
     for part in arguments.parts:
         with console.status(f"measuring {part}"):
-            rows += PARTS[part]()
+            found[part] = list(PARTS[part]())
+        publish({part: found[part]}, sentence(machine))  # at once: a later part may fail
+    rows = [row for own in found.values() for row in own]
     console.print(table(rows))
     write(rows, machine, arguments.out)
-    console.print(f"written to {arguments.out}")
+    console.print(f"written to {arguments.out} and tests/benchmarks/README.md")
 
 
 def describe() -> dict[str, str]:
@@ -65,6 +69,14 @@ def describe() -> dict[str, str]:
         "compressed-tensors": compressed_tensors.__version__,
         "llmcompressor": llmcompressor.__version__,
     }
+
+
+def sentence(machine: dict[str, str]) -> str:
+    """Say when and where something was measured."""
+    versions = ", ".join(
+        f"{name} {value}" for name, value in machine.items() if name != "processor"
+    )
+    return f"Measured on {date.today().isoformat()}, {machine['processor']}, {versions}."
 
 
 def table(rows: Iterable[Row]) -> Table:
