@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 from profiles import examples
 
+from inlay.compensation.damping import choose_damping
 from inlay.compensation.factor import factorize
 from inlay.compensation.gptq import Compensated, compensate, output_errors
 from inlay.compensation.grid import Grid
@@ -222,3 +223,31 @@ def test_a_hessian_that_cannot_be_factorized_is_reported(bad: float) -> None:
     found = compensate(weights, hessians, grid_of(args, qparams), damping=0.01)
     assert found.failed.tolist() == [True, False]
     assert torch.equal(found.weights[0], nearest(weights, args, qparams)[0])
+
+
+def test_auto_takes_the_damping_with_the_smallest_held_out_error() -> None:
+    """With few tokens, a Hessian fits these too well, and more damping helps."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.eye(COLUMNS) + torch.randn(COLUMNS, COLUMNS, generator=generator) * 0.1
+    weights = torch.randn(3, ROWS, COLUMNS, generator=generator)
+    tokens = torch.tensor([[60], [300], [3000]]) > torch.arange(3000)
+    inputs = (torch.randn(3, 3000, COLUMNS, generator=generator) @ mix) * tokens.unsqueeze(-1)
+    others = torch.randn(3, 500, COLUMNS, generator=generator) @ mix
+    known, held_out = (x.transpose(1, 2) @ x for x in (inputs, others))
+    args = make_args(FORMATS["int4"])
+    grid = grid_of(args, qparams_of(weights, args))
+    chosen = choose_damping(weights, known + held_out, held_out, grid)
+
+    def error(damping: float) -> torch.Tensor:
+        found = compensate(weights, known, grid, damping=damping).weights
+        outputs = (found - weights).double() @ others.transpose(1, 2).double()
+        return outputs.square().sum((1, 2))
+
+    tried = {damping: error(damping) for damping in (0.01, 0.02, 0.05, 0.1, 0.2)}
+    for number, damping in enumerate(chosen.tolist()):
+        least = min(float(each[number]) for each in tried.values())
+        own = next(each for known, each in tried.items() if known == pytest.approx(damping))
+        assert float(own[number]) <= 1.001 * least
+    assert len(set(chosen.tolist())) > 1
+    without = choose_damping(weights, known, torch.zeros_like(known), grid)
+    torch.testing.assert_close(without, torch.full((3,), 0.05))

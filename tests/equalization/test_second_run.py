@@ -230,5 +230,7 @@ def test_data_that_can_be_read_once_is_refused_before_it_is() -> None:
             yield (batch,)
 
     with pytest.raises(ConfigurationError, match="the data is run twice"):
-        inlay.calibrate(Blocks(Form()).eval(), recipe("mse"), once(), samples=None, compiler="eager")
+        inlay.calibrate(
+            Blocks(Form()).eval(), recipe("mse"), once(), samples=None, compiler="eager"
+        )
     assert len(drawn) <= 2

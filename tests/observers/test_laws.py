@@ -38,7 +38,7 @@ def test_built_in_observers_keep_every_law(check: Check) -> None:
 
 @pytest.mark.slow
 @pytest.mark.hypothesis
-@pytest.mark.filterwarnings("ignore:imatrix_mse searches without importance")
+@pytest.mark.filterwarnings("ignore:.*_mse searches without")
 @parametrize_with_checks(SEARCHING, examples=count(8))
 def test_searching_observers_keep_every_law(check: Check) -> None:
     check()

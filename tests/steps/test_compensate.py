@@ -96,6 +96,38 @@ def test_the_lower_triangle_has_all_of_a_hessian(columns: int, tokens: int) -> N
     torch.testing.assert_close(found, x.T @ x, rtol=1e-4, atol=1e-4)
 
 
+@given(tokens=st.integers(1, 40), seed=st.integers(0, 99))
+@examples(8)
+def test_the_last_eighth_of_valid_tokens_is_held_out(tokens: int, seed: int) -> None:
+    plan = Plan(nn.Sequential(nn.Linear(16, 2)), recipe(ignore=[], gptq={"damping": "auto"}))
+    (slot,) = (slot.held_out_hessian for slot in plan.weight_slots())
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, 16, generator=generator)
+    held_out = x[len(x) - len(x) // 8 :]
+    expected = held_out.T @ held_out
+    found = measure(slot, x).tensors["hessian"]
+    torch.testing.assert_close(whole(found), expected)
+    padded = torch.full((tokens + 9, 16), torch.nan)
+    valid = torch.zeros(tokens + 9, dtype=torch.bool)
+    valid[torch.randperm(tokens + 9, generator=generator)[:tokens]] = True
+    padded[valid] = x
+    found = measure(slot, padded, valid).tensors["hessian"]
+    torch.testing.assert_close(whole(found), expected)
+
+
+def test_auto_damping_is_that_of_each_layer() -> None:
+    model = llama()
+    data = [batch(model, number) for number in range(4)]
+    calibration = gathered(model, data, gptq={"damping": "auto"})
+    calibration.finalize()
+    gains = calibration.graphs.weights.compensations.values()
+    assert {round(each.damping, 6) for each in gains} <= {0.01, 0.02, 0.05, 0.1, 0.2}
+    stored = gathered(model, data, gptq={"keep_hessians": True})
+    stored.finalize()
+    with pytest.raises(StatisticsError, match="no held-out tokens to choose the damping by"):
+        requantize(model, recipe(gptq={"damping": "auto"}), stored.stored())
+
+
 def test_readers_of_a_value_share_its_hessian() -> None:
     calibration = gathered(llama(), [batch(llama(), 0)])
     block = "model.layers.0"
@@ -244,8 +276,9 @@ def test_experts_have_hessians_of_the_tokens_sent_to_them() -> None:
     [
         ("yes", "must be true, false or a mapping"),
         ({"dampening": 0.1}, "unknown entries: dampening; use only damping"),
-        ({"damping": 0}, "damping must be a positive number"),
-        ({"damping": True}, "damping must be a positive number"),
+        ({"damping": 0}, 'damping must be "auto" or a positive number'),
+        ({"damping": "Auto"}, 'damping must be "auto" or a positive number'),
+        ({"damping": True}, 'damping must be "auto" or a positive number'),
         ({"keep_hessians": 1}, "keep_hessians must be true or false"),
     ],
 )

@@ -110,6 +110,12 @@ OBSERVERS: tuple[Row, ...] = (
         "maxshrink=0.95, patience=5, grid=20, norm=3.0, expand=1.0, strict=False",
         "The range of a weight with the smallest error, weighted by E[x²] of its input channels.",
     ),
+    (
+        "local_hessian_mse",
+        "weights",
+        "maxshrink=0.5, patience=5, grid=20, expand=1.0, strict=False",
+        "The range of a weight with the smallest output error, as far as a group alone decides it.",
+    ),
     ("memoryless_minmax", "weights", "", "Minimum and maximum of the last observed value."),
     (
         "memoryless_mse",

@@ -30,19 +30,19 @@ class Factors:
     failed: torch.Tensor
 
 
-def factorize(hessians: torch.Tensor, damping: float) -> Factors:
+def factorize(hessians: torch.Tensor, damping: float | torch.Tensor) -> Factors:
     """Damp and factorize a batch of Hessians, with more damping for those that fail.
 
     R is the inverse of the Cholesky factor. The inverse of the Hessian is never formed, which would
     lose precision.
 
     :param hessians: of shape (batch, columns, columns), symmetric and positive semidefinite
-    :param damping: added to the diagonal, relative to its mean
+    :param damping: added to the diagonal, relative to its mean; one for all or one each
     """
     mean = torch.diagonal(hessians, dim1=-2, dim2=-1).mean(-1)
     # An input that is always zero has no curvature at all; one makes damping meaningful.
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
-    used = torch.full_like(mean, damping)
+    used = torch.zeros_like(mean) + damping
     lower = torch.empty_like(hessians)
     failed = torch.zeros(len(hessians), dtype=torch.bool, device=hessians.device)
     for number, hessian in enumerate(hessians):

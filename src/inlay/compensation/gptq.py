@@ -39,7 +39,7 @@ class Compensated:
 
 @torch.no_grad()
 def compensate(
-    weights: torch.Tensor, hessians: torch.Tensor, grid: Grid, *, damping: float
+    weights: torch.Tensor, hessians: torch.Tensor, grid: Grid, *, damping: float | torch.Tensor
 ) -> Compensated:
     """Round a batch of weights of one shape so that the errors of their outputs are small.
 
@@ -49,7 +49,7 @@ def compensate(
 
     :param weights: of shape (batch, rows, columns)
     :param hessians: sums of xᵀx over tokens, of shape (batch, columns, columns)
-    :param damping: added to the diagonal of a Hessian, relative to its mean
+    :param damping: added to the diagonal of a Hessian, relative to its mean; one, or one per layer
     """
     wide = weights.detach().to(torch.float32)
     hessians = hessians.to(torch.float32)

@@ -3,11 +3,15 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from inlay.errors import ConfigurationError
 
-__all__ = ["GPTQ"]
+__all__ = ["DEFAULT_DAMPING", "GPTQ"]
+
+# Hessians are those of the unquantized model, and damping also covers the errors that earlier
+# layers add to inputs. So it is larger than llm-compressor's 0.01.
+DEFAULT_DAMPING = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,27 +19,29 @@ class GPTQ:
     """How the rounding errors of weights are compensated.
 
     :param damping: added to the diagonal of each Hessian, relative to its mean; more trusts the
-        calibration data less. Hessians are those of the unquantized model, and damping also covers
-        the errors that earlier layers add to inputs, so it is larger than llm-compressor's 0.01
+        calibration data less. "auto" chooses it for each layer by the error on held-out tokens
     :param keep_hessians: keep the Hessians with the statistics, so that `requantize` can use them;
         they take as much space as the weights, or more
     """
 
-    damping: float = 0.05
+    damping: float | Literal["auto"] = DEFAULT_DAMPING
     keep_hessians: bool = False
 
     def __post_init__(self) -> None:
         value: Any = self.damping
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0:
+        if value != "auto" and (not is_number or not math.isfinite(value) or value <= 0):
             raise ConfigurationError(
-                f"gptq: damping must be a positive number such as 0.01, not {value!r}"
+                f'gptq: damping must be "auto" or a positive number such as 0.01, not {value!r}'
             )
-
         if not isinstance(self.keep_hessians, bool):
             raise ConfigurationError(
                 f"gptq: keep_hessians must be true or false, not {self.keep_hessians!r}"
             )
+
+    @property
+    def chooses_damping(self) -> bool:
+        return self.damping == "auto"
 
     @classmethod
     def of_llmcompressor(cls, dampening_frac: float | None) -> "GPTQ":

@@ -19,7 +19,7 @@ from inlay.observers.helpers import (
     has_global_scale,
     lerp,
 )
-from inlay.observers.hessian import HessianObserver
+from inlay.observers.hessian import HeldOutHessianObserver, HessianObserver
 from inlay.observers.histogram import HistogramObserver
 from inlay.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
 from inlay.observers.measuring import MeasuringObserver
@@ -40,6 +40,7 @@ __all__ = [
     "FUSED_LAYER_NAMES",
     "ChannelRangeObserver",
     "FourOverSixObserver",
+    "HeldOutHessianObserver",
     "HessianObserver",
     "HistogramObserver",
     "IMatrixMSEObserver",

@@ -11,10 +11,12 @@ from inlay.observers.kwargs import Kwarg
 from inlay.observers.measuring import MeasuringObserver, Tensors
 from inlay.products import product
 
-__all__ = ["HessianObserver", "whole"]
+__all__ = ["HeldOutHessianObserver", "HessianObserver", "whole"]
 
 # Columns whose products with themselves and those before them are computed at once.
 _BLOCK = 384
+# One of so many tokens is held out.
+_HELD_OUT = 8
 
 
 class HessianObserver(MeasuringObserver):
@@ -50,6 +52,21 @@ class HessianObserver(MeasuringObserver):
         hessian = statistics["hessian"]
         own = scales.to(hessian)
         return {**statistics, "hessian": hessian / own / own.unsqueeze(-1)}
+
+
+class HeldOutHessianObserver(HessianObserver):
+    """The Hessian of the last eighth of the tokens of each value.
+
+    A solver that is given the rest of the Hessian can be judged by these tokens. They are
+    consecutive, because neighbouring tokens resemble each other.
+    """
+
+    def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
+        rows = x.reshape(-1, x.size(-1))
+        if valid is None:
+            return super().measure_input(rows[len(rows) - len(rows) // _HELD_OUT :])
+        place = valid.cumsum(0)
+        return super().measure_input(rows, valid & (place > place[-1] - place[-1] // _HELD_OUT))
 
 
 def whole(hessian: torch.Tensor) -> torch.Tensor:

@@ -232,17 +232,25 @@ class RangeSearch:
 
 
 def differences(
-    observed: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, args: QuantizationArgs
+    observed: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor,
+    args: QuantizationArgs,
+    *,
+    absolute: bool = True,
 ) -> torch.Tensor:
-    """Compute |quantized - observed| in a new tensor, with one scale for the last dimension."""
+    """Compute |quantized - observed| in a new tensor, with one scale for the last dimension.
+
+    :param absolute: False for the differences with their signs
+    """
     # One scale per row of the last dimension replaces any strategy, so the value need not be
     # brought back to the shape it had before it was flattened.
     per_row = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})
     # Symmetric formats have zero points of 0; leaving them out saves an addition and a subtraction.
     offset = None if args.symmetric else zero_point.unsqueeze(-1)
     quantized = fake_quantize(observed, scale.unsqueeze(-1), offset, per_row).to(observed.dtype)
-    difference: torch.Tensor = quantized.to(error_dtype(observed)).sub_(observed).abs_()
-    return difference
+    difference: torch.Tensor = quantized.to(error_dtype(observed)).sub_(observed)
+    return difference.abs_() if absolute else difference
 
 
 def _may_stop_early(best: torch.Tensor, candidates: int, patience: int | None) -> bool:

@@ -68,7 +68,7 @@ def method_in_words(recipe: Recipe) -> str:
     observers = ", ".join(dict.fromkeys(named)) or "none are quantized"
     if recipe.gptq is None:
         return f"rounded to nearest, ranges by {observers}"
-    return f"GPTQ (damping {recipe.gptq.damping:g}), ranges by {observers}"
+    return f"GPTQ (damping {recipe.gptq.damping}), ranges by {observers}"
 
 
 def recipe_text(recipe: Recipe) -> str:

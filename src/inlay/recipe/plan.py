@@ -267,13 +267,16 @@ class Plan:
         """Return what is gathered at the input of a module for its weight, by key.
 
         That is the importance of its channels, if the weight's observer asks for it, and the
-        Hessian, if rounding errors are compensated. Channels depend on the graph: those that it
-        lets equalize are found there.
+        Hessian, if rounding errors are compensated, with a part of it to choose the damping by.
+        Channels depend on the graph: those that it lets equalize are found there.
         """
         weight = self.of_module(module).get("weight")
         if weight is None:
             return {}
-        found = [weight.importance, weight.hessian if self.compensates(module) else None]
+        found = [weight.importance]
+        gptq = self.recipe.gptq
+        if gptq is not None and self.compensates(module):
+            found += [weight.hessian, weight.held_out_hessian if gptq.chooses_damping else None]
         return {slot.key: slot for slot in found if slot is not None}
 
     def compensates(self, module: str) -> bool:

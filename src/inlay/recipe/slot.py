@@ -9,6 +9,7 @@ from compressed_tensors.quantization import DynamicType, QuantizationArgs, Quant
 
 from inlay.observers import (
     ChannelRangeObserver,
+    HeldOutHessianObserver,
     HessianObserver,
     MeasuringObserver,
     Observer,
@@ -32,12 +33,14 @@ class Gathers(str, Enum):
     IMPORTANCE = "importance"  # how much each input channel of a weight matters, for its observer
     CHANNELS = "channels"  # how large the channels are, for equalization
     HESSIAN = "hessian"  # xᵀx, for the compensation of rounding errors
+    HELD_OUT = "held_out_hessian"  # the same of some tokens, to choose the damping
 
 
 # Those whose observer is always the same. That of the importance is the weight's own.
 _OBSERVERS: dict[Gathers, type[MeasuringObserver]] = {
     Gathers.CHANNELS: ChannelRangeObserver,
     Gathers.HESSIAN: HessianObserver,
+    Gathers.HELD_OUT: HeldOutHessianObserver,
 }
 
 
@@ -168,6 +171,11 @@ class Slot:
     def hessian(self) -> "Slot":
         """The slot that gathers the Hessian of this weight from its input."""
         return Slot(self.module, "input", self.args, Gathers.HESSIAN)
+
+    @property
+    def held_out_hessian(self) -> "Slot":
+        """The slot that gathers the part of the Hessian by which damping is chosen."""
+        return Slot(self.module, "input", self.args, Gathers.HELD_OUT)
 
     @property
     def sees_scaled(self) -> bool:

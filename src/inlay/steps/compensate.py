@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from inlay.collectives import each_by_one_rank
+from inlay.compensation.damping import choose_damping
 from inlay.compensation.gptq import compensate as solve
 from inlay.compensation.grid import Grid
 from inlay.compensation.settings import GPTQ
@@ -38,7 +39,7 @@ def compensate(state: Finalizing) -> None:
     gptq = state.plan.recipe.gptq
     if gptq is None:
         return
-    layers = {layer.name: layer for layer in _layers(state)}
+    layers = {layer.name: layer for layer in _layers(state, gptq)}
 
     def solved(names: Sequence[str]) -> Iterable[tuple[str, tuple[Found, ...]]]:
         batches = list(_batches([layers[name] for name in names]))
@@ -59,7 +60,9 @@ def compensate(state: Finalizing) -> None:
                 state.weights.compensations[slot.module] = gain
     _warn_of_failures(state.weights.compensations)
     if not gptq.keep_hessians:
-        state.statistics.drop(slot.hessian for slot in state.plan.weight_slots())
+        slots = list(state.plan.weight_slots())
+        state.statistics.drop(slot.hessian for slot in slots)
+        state.statistics.drop(slot.held_out_hessian for slot in slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +87,7 @@ class _Layer:
 
     readers: list[_Reader]
     hessian: torch.Tensor
+    held_out: torch.Tensor | None  # a part of the Hessian, if it chooses the damping
 
     @property
     def name(self) -> str:
@@ -120,17 +124,21 @@ class _Layer:
         return float(self.columns**2 * (self.columns + self.rows))
 
 
-def _layers(state: Finalizing) -> Iterator[_Layer]:
+def _layers(state: Finalizing, gptq: GPTQ) -> Iterator[_Layer]:
     """Yield the layers to compensate, with readers of the same value together."""
     layers: dict[tuple[Any, ...], _Layer] = {}
-    for reader in _readers(state):
-        hessian = _hessian(state, reader)
+    for reader in _readers(state, gptq):
+        hessian = _hessian(state, [slot.hessian for slot in reader.slots])
+        held_out = None
+        if gptq.chooses_damping:
+            held_out = _hessian(state, [slot.held_out_hessian for slot in reader.slots])
         key = id(hessian), key_of(reader.slot.args), reader.weight.dtype
-        layers.setdefault(key, _Layer(readers=[], hessian=hessian)).readers.append(reader)
+        layer = layers.setdefault(key, _Layer(readers=[], hessian=hessian, held_out=held_out))
+        layer.readers.append(reader)
     yield from layers.values()
 
 
-def _readers(state: Finalizing) -> list[_Reader]:
+def _readers(state: Finalizing, gptq: GPTQ) -> list[_Reader]:
     """Find the weights to compensate.
 
     :raises StatisticsError: if the input of one was not observed
@@ -149,6 +157,15 @@ def _readers(state: Finalizing) -> list[_Reader]:
             "with keep_hessians=True"
         )
     left_out = {slot.name for slot in unseen}
+    if gptq.chooses_damping and not all(
+        state.statistics.tokens(slot.held_out_hessian)
+        for slot in slots
+        if slot.name not in left_out
+    ):
+        raise StatisticsError(
+            "the stored statistics have no held-out tokens to choose the damping by. Set damping "
+            "to a number, or calibrate anew"
+        )
     readers: dict[tuple[Hashable, str], _Reader] = {}
     for slot in slots:
         if slot.name in left_out:
@@ -161,11 +178,11 @@ def _readers(state: Finalizing) -> list[_Reader]:
     return list(readers.values())
 
 
-def _hessian(state: Finalizing, reader: _Reader) -> torch.Tensor:
-    """Return the Hessian of a weight; if modules share it, that of all their inputs."""
+def _hessian(state: Finalizing, slots: Iterable[Slot]) -> torch.Tensor:
+    """Return the Hessian that slots have gathered; several, if modules share a weight."""
     found = {}
-    for slot in reader.slots:
-        known = state.statistics.of(slot.hessian)
+    for slot in slots:
+        known = state.statistics.of(slot)
         assert known is not None, "weights without data are not compensated"
         found[id(known.tensors["hessian"])] = known.tensors["hessian"]
     hessians = list(found.values())
@@ -186,12 +203,14 @@ def _solved(
     state: Finalizing, layers: Sequence[_Layer], gptq: GPTQ
 ) -> Iterator[tuple[str, tuple[Found, ...]]]:
     """Solve layers of one kind; yield what was found for each of their readers."""
-    solution = solve(
-        torch.stack([torch.cat([reader.weight for reader in each.readers]) for each in layers]),
-        torch.stack([whole(layer.hessian) for layer in layers]),
-        Grid.joined([_grid(state, layer) for layer in layers], rows=False),
-        damping=gptq.damping,
-    )
+    weights = torch.stack([torch.cat([own.weight for own in each.readers]) for each in layers])
+    hessians = torch.stack([whole(layer.hessian) for layer in layers])
+    grid = Grid.joined([_grid(state, layer) for layer in layers], rows=False)
+    damping: Any = gptq.damping
+    if gptq.chooses_damping:
+        held_out = [whole(layer.held_out) for layer in layers if layer.held_out is not None]
+        damping = choose_damping(weights, hessians, torch.stack(held_out), grid)
+    solution = solve(weights, hessians, grid, damping=damping)
     for number, layer in enumerate(layers):
         found: list[Found] = []
         start = 0
