@@ -1,7 +1,8 @@
 """Weights of few bits: perplexity and time of Inlay and llm-compressor on the same rows.
 
-Each way runs in a process of its own, from a loaded model to a quantized one. Perplexity is that of
-the same held-out windows, with a bootstrap interval over windows of its ratio to float32.
+Each way runs in a process of its own, from a loaded model to a quantized one. Times are those of the
+processor, because the machine is shared. Perplexity is that of the same held-out windows, with a
+bootstrap interval over windows of its ratio to float32.
 """
 
 import json
@@ -20,9 +21,14 @@ FORMATS: dict[str, dict[str, Any]] = {
     "NVFP4A16": {"preset": "NVFP4A16", "weights": {}},
     "MXFP4A16": {"preset": "MXFP4A16", "weights": {}},
 }
-INLAY = ("nearest", "mse", "imatrix", "gptq", "gptq imatrix")
+INLAY = ("nearest", "mse", "imatrix", "gptq", "gptq imatrix", "gptq local hessian")
 PEER = ("gptq", "gptq imatrix")
-_OBSERVERS = {"mse": "memoryless_mse", "imatrix": OBSERVER, "gptq imatrix": OBSERVER}
+_OBSERVERS = {
+    "mse": "memoryless_mse",
+    "imatrix": OBSERVER,
+    "gptq imatrix": OBSERVER,
+    "gptq local hessian": "local_hessian_mse",
+}
 
 
 def rows() -> Iterator[Any]:
@@ -85,22 +91,22 @@ def _inlay(model: Any, wanted: dict[str, Any], method: str, calibrating: Any) ->
     recipe = inlay.Recipe.from_preset(
         wanted["preset"], ignore=["lm_head"], weights=weights, gptq=method.startswith("gptq")
     )
-    start = time.perf_counter()
+    start = time.process_time()
     calibration = inlay.Calibration(model, recipe, progress=False)
     if calibration.plan.needs_data:
         calibration.graphs.expect(len(calibrating))
         for window in calibrating:
             calibration.observe(input_ids=window[None])
-    gathered = time.perf_counter()
+    gathered = time.process_time()
     qparams = calibration.finalize()
-    done = time.perf_counter()
+    done = time.process_time()
     with torch.no_grad():
         for window in calibrating[:8]:
             model.model(input_ids=window[None], use_cache=False)
-    forwards = (time.perf_counter() - done) * len(calibrating) / 8
-    for slot in calibration.plan.weight_slots():
-        folded = calibration.graphs.weights.folded(slot, qparams[slot.name])
-        model.get_submodule(slot.module).weight.data.copy_(folded)
+    forwards = (time.process_time() - done) * len(calibrating) / 8
+    weights = calibration.graphs.weights
+    for name, view in calibration.plan.weights.items():
+        model.get_submodule(name).weight.data.copy_(weights.quantized(view, qparams))
     return {"seconds": done - start, "gathering": gathered - start, "forwards": forwards}
 
 
@@ -120,9 +126,9 @@ def _peer(model: Any, wanted: dict[str, Any], method: str, calibrating: Any) -> 
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)  # it looks there whether the model is quantized
         model.config._name_or_path = model.name_or_path = folder
-        start = time.perf_counter()
+        start = time.process_time()
         oneshot(model=model, recipe=modifier, dataset=data, processor=object())
-        return {"seconds": time.perf_counter() - start}
+        return {"seconds": time.process_time() - start}
 
 
 def _losses(model: Any, held_out: Any) -> list[float]:

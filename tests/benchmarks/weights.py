@@ -16,13 +16,14 @@ from inlay.ranges.search import COMPILE_FROM
 SHAPE = (4096, 1024)
 FORMATS = {"int4 in groups of 128": "W4A16", "int8 channel": "W8A8", "fp8 channel": "FP8_DYNAMIC"}
 SLOW_FORMATS = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}  # for the peer: fewer rows, fewer rounds
+SLOW_SHAPE = (COMPILE_FROM // 1024, 1024)
 
 
 def rows(rounds: int = 5) -> Iterator[Row]:
     for name in ("memoryless_mse", "imatrix_mse"):
         for label, preset in {**FORMATS, **SLOW_FORMATS}.items():
             slow = label in SLOW_FORMATS
-            shape = (SHAPE[0] // 4, SHAPE[1]) if slow else SHAPE
+            shape = SLOW_SHAPE if slow else SHAPE
             args = preset_name_to_scheme(preset, ["Linear"]).weights
             yield _row(name, label, args, torch.randn(shape), 2 if slow else rounds)
             if label in FORMATS:
