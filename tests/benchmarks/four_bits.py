@@ -1,7 +1,7 @@
 """Weights of few bits: perplexity and time of Inlay and llm-compressor on the same rows.
 
-Each way runs in a process of its own, from a loaded model to a quantized one. Times are those of the
-processor, because the machine is shared. Perplexity is that of the same held-out windows, with a
+Each way runs in a process of its own, from a loaded model to a quantized one. Times are processor
+times, because the machine is shared. Perplexity is that of the same held-out windows, with a
 bootstrap interval over windows of its ratio to float32.
 """
 

@@ -146,11 +146,11 @@ from inlay import Calibration, Recipe
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(
     torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.RMSNorm(32), torch.nn.GELU())
-    for _ in range(3)
+    for _ in range(2)
 ))
 calibration = Calibration(model, Recipe.from_preset("FP8", inputs={"observer": "mse"}))
 calibration.graphs.expect(10**9)
-for rows in (6, 9, 5, 17):
+for rows in (6, 9):
     calibration.observe(torch.randn(rows, 32))
 assert str(calibration.graphs.auto) == "compiled", calibration.graphs.auto.described()
 calibration.stored().save(sys.argv[1])

@@ -322,7 +322,7 @@ def test_each_mistake_is_caught_by_the_law_that_speaks_of_it(
     cls: type[Pass], law: str, message: str, others: set[str]
 ) -> None:
     with unshrunk():
-        found = broken_by(cls, Bounds(count(40)))
+        found = broken_by(cls, Bounds(count(12)))
         assert re.search(message, found.get(law, "")), found or "nothing is found"
         assert set(found) <= {law, *others}
 
