@@ -106,8 +106,13 @@ class LoadKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """How rows of data are divided into batches."""
+    """Which part of the data is read, and how its rows are divided into batches."""
 
+    split: str | None = _option(
+        None,
+        "Split of a saved dataset, or the start of the names of files in a folder of data.",
+        DATA,
+    )
     max_length: int = _option(2048, "Cut texts after this many tokens.", DATA, least=1)
     batch_size: int = _option(1, "Rows per batch.", DATA, least=1)
 
@@ -115,6 +120,7 @@ class RowOptions:
 class RowKeywords(TypedDict, total=False):
     """The fields of `RowOptions` as keywords."""
 
+    split: str | None
     max_length: int
     batch_size: int
 

@@ -16,6 +16,7 @@ class Record:
     :param model: name of the model
     :param data: description of the data's source
     :param stages: names and seconds, in order
+    :param advice: what is unusual about the data, and what to do about it
     """
 
     model: str
@@ -24,6 +25,7 @@ class Record:
     tokens: int = 0
     padding_tokens: int = 0
     stages: tuple[tuple[str, float], ...] = ()
+    advice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

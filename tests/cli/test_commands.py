@@ -84,6 +84,7 @@ class Record:
     tokens: int = 1234
     padding_tokens: int = 7
     stages: tuple[tuple[str, float], ...] = (("calibrating", 2.5), ("writing", 75.0))
+    advice: tuple[str, ...] = ()
 
 
 @dataclass
@@ -383,6 +384,7 @@ def test_calibrate(folder: Path, texts: Path, tmp_path: Path, runs: Runs) -> Non
     assert options == {
         "max_length": 4,
         "samples": 18,
+        "split": None,
         "batch_size": 2,
         "held_out": 16,
         "count_padding": True,
@@ -409,11 +411,13 @@ def test_the_result_names_unused_data_and_the_only_dtype(
     groups = {"group_0": {"format": "nvfp4-pack-quantized"}}
     config = {"dtype": "bfloat16", "quantization_config": {"config_groups": groups}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    record = Record(samples=0, tokens=0, data="texts.txt, 20 texts, not calibrated on: no need")
+    words = "texts.txt, 20 texts, not calibrated on: no need"
+    record = Record(samples=0, tokens=0, data=words, advice=("Texts are short",))
     show_result(FakeRun(Recipe.from_preset("NVFP4A16"), record), tmp_path)
-    shown = capsys.readouterr().out.splitlines()
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert last == "warning: Texts are short."
     lines = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in shown)
-    assert lines["data"] == "texts.txt, 20 texts, not calibrated on: no need"
+    assert lines["data"] == words
     assert re.match("bfloat16 only: .* nvfp4-pack-quantized to it", lines["dtype"])
     assert "tokens" not in lines
 

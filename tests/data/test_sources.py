@@ -272,9 +272,11 @@ def refused(data: Any, **options: Any) -> str:
 def test_files_that_are_refused(tmp_path: Path) -> None:
     assert "No such file" in refused(tmp_path / "missing.txt")
     assert "neither .txt" in refused(tmp_path / "some.csv")
+    assert "has no split 'test'" in refused(tmp_path / "some.txt", split="test")
+    assert "has no split 'test'" in refused(["w1"], split="test")
     assert "pass it in a list" in refused("Once upon a time")
     (tmp_path / "folder.txt").mkdir()
-    assert "Is a directory" in refused(tmp_path / "folder.txt")
+    assert "has no .txt, .jsonl or .parquet file" in refused(tmp_path / "folder.txt")
     (tmp_path / "empty.txt").write_text("\n \n")
     assert "empty.txt is empty" in refused(tmp_path / "empty.txt", tokenizer=TOKENIZER)
     (tmp_path / "latin.txt").write_bytes("w1\nschön\n".encode("latin-1"))
@@ -335,7 +337,8 @@ def test_datasets_of_hugging_face(tmp_path: Path) -> None:
     other = datasets.Dataset.from_dict({"question": ["w1"], "answer": ["w2"]})
     assert "row 1 of a Dataset has question, answer" in refused(other, tokenizer=TOKENIZER)
     splits = datasets.DatasetDict({"train": texts, "test": texts})
-    assert "single mapping with train, test" in refused(splits)
+    assert "has the splits train, test; choose one" in refused(splits, tokenizer=TOKENIZER)
+    assert rows_in(batches_of(splits, split="test", tokenizer=TOKENIZER)) == [[1, 2], [3]]
     short = datasets.Dataset.from_dict({"input_ids": [[1, 2]], "attention_mask": [[1]]})
     assert "has 2 input_ids but 1 in attention_mask" in refused(short)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from inlay.options import OUTPUT, RECIPE, RUN
+from inlay.options import DATA, OUTPUT, RECIPE, RUN
 
 __all__ = [
     "Debug",
@@ -23,6 +23,7 @@ __all__ = [
     "Quiet",
     "RecipeOptions",
     "Stream",
+    "data_option",
     "file_option",
 ]
 
@@ -60,6 +61,11 @@ def file_option(name: str, *, help: str, panel: str) -> Any:
         show_default=False,
         rich_help_panel=panel,
     )
+
+
+def data_option(help: str) -> Any:
+    """Return the option for data: a file or folder that must exist."""
+    return typer.Option("--data", help=help, exists=True, show_default=False, rich_help_panel=DATA)
 
 
 Model = Annotated[

@@ -58,6 +58,8 @@ def show_result(run: "Run | Streamed", out: Path) -> None:
     for name, value in _facts(run, out).items():
         grid.add_row(name, value)
     console().print(grid)
+    for text in run.record.advice:
+        console().print(f"warning: {text}.", soft_wrap=True)
 
 
 def _dtype_to_load(folder: Path) -> str | None:

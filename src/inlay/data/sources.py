@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import Unpack
 
+from inlay.data.advice import advice_on_template
+from inlay.data.arrow import choose_split
 from inlay.data.batch import Batch, main_tensor, problem_with, tensors_of
-from inlay.data.rows import Row, count_rows, read_rows, row_of
+from inlay.data.paths import rows_at
+from inlay.data.rows import Row, row_of
 from inlay.data.tokenize import Tokenization
 from inlay.errors import ConfigurationError
 from inlay.options import DataKeywords, DataOptions
@@ -38,6 +41,7 @@ class Batches:
     :param is_divided: whether they were made by dividing data that all processes have
     :param can_repeat: whether they can be read again
     :param asked: how many rows were to calibrate; None if all
+    :param advice: what is unusual about the texts
     """
 
     source: str
@@ -48,6 +52,7 @@ class Batches:
     is_divided: bool = False
     can_repeat: bool = True
     asked: int | None = None
+    advice: tuple[str, ...] = ()
 
     def remarks(self, needs_data: bool) -> str:
         """Describe data that the recipe does not need, and missing rows; empty if neither.
@@ -96,8 +101,9 @@ def batches_of(
     If the data has fewer rows than `samples`, or `samples` is None, the last rows are held out, but
     at most an eighth of all. None is held out if neither `samples` nor the length is known.
 
-    :param data: a path to `.txt` or `.jsonl`; texts; rows with `text`, `messages` or `input_ids`,
-        such as those of a dataset of Hugging Face; or batches: mappings, tuples or single tensors
+    :param data: a path to `.txt`, `.jsonl` or `.parquet`, to a folder of these, or to a dataset
+        that was saved; texts; rows with `text`, `messages` or `input_ids`, such as those of a
+        dataset of Hugging Face; or batches: mappings, tuples or single tensors
     :param tokenizer: a tokenizer of transformers, for texts and messages
     :param vocabulary: how many token ids the model knows
     :param part: the part of this process in the rows
@@ -109,7 +115,7 @@ def batches_of(
     _require_counts(least=0, held_out=held_out)
     if samples is not None:
         _require_counts(samples=samples)
-    opened = _open(data, may_be_empty=part.size > 1)
+    opened = _open(data, options.split, may_be_empty=part.size > 1)
     if opened is None:
         return Batches(source="no batches", calibration=[], held_out=[], samples=0, part=part)
 
@@ -146,6 +152,7 @@ def batches_of(
         part=part,
         is_divided=opened.holds_rows,
         asked=samples,
+        advice=advice_on_template(used, tokenizer) if opened.holds_rows else (),
     )
 
 
@@ -197,18 +204,19 @@ class _Restartable:
         return self.begin()
 
 
-def _open(data: Any, may_be_empty: bool) -> _Opened | None:
+def _open(data: Any, split: str | None, may_be_empty: bool) -> _Opened | None:
     if isinstance(data, (str, os.PathLike)):
-        rows = read_rows(data)
-        name = os.path.basename(data)
-        return _peeked(name, rows, again=lambda: read_rows(data), total=lambda: count_rows(data))
+        stored = rows_at(data, split)
+        return _peeked(stored.name, iter(stored), again=lambda: iter(stored), total=stored.count)
+    if _is_dataset(data, "DatasetDict"):
+        data, _ = choose_split(data, split, "the data")
+    elif split is not None:
+        raise ConfigurationError(f"{_type_name(data)} has no split {split!r}; leave it out")
     if isinstance(data, torch.Tensor):
         raise ConfigurationError("data is a single tensor; pass a list of batches: [tensor]")
     if isinstance(data, Mapping):
         keys = ", ".join(map(str, data))
-        raise ConfigurationError(
-            f"data is a single mapping with {keys}; pass a list of batches, or one of its splits"
-        )
+        raise ConfigurationError(f"data is a single mapping with {keys}; pass a list of batches")
     if not isinstance(data, Iterable):
         raise ConfigurationError(f"cannot calibrate on a {type(data).__name__}: {data!r}")
     return _open_iterable(data, may_be_empty)
@@ -221,7 +229,7 @@ def _open_iterable(data: Iterable[Any], may_be_empty: bool) -> _Opened | None:
     first = next(start, _END)
     if first is _END and may_be_empty:
         return None
-    holds_rows = _is_dataset(data) or _is_row(first)
+    holds_rows = _is_dataset(data, "Dataset", "IterableDataset") or _is_row(first)
     read = _rows if holds_rows else _ready_batches
     return _peeked(
         name,
@@ -380,10 +388,10 @@ def _length(data: Any) -> int | None:
         return None
 
 
-def _is_dataset(data: Any) -> bool:
-    """Return whether data is a dataset of Hugging Face, without importing that library."""
+def _is_dataset(data: Any, *classes: str) -> bool:
+    """Return whether data is of a class of the library datasets, without importing that."""
     library = sys.modules.get("datasets")
-    return library is not None and isinstance(data, (library.Dataset, library.IterableDataset))
+    return library is not None and isinstance(data, tuple(getattr(library, c) for c in classes))
 
 
 def _type_name(data: Any) -> str:

@@ -1,11 +1,13 @@
 """The batches of a run: this rank's part of the data, and what is known of the whole."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from inlay.data.advice import advice_on_lengths
 from inlay.data.batch import count_tokens
 from inlay.data.sources import Batches, batches_of
 from inlay.engine.run import Run
@@ -22,13 +24,17 @@ def read_batches(model: nn.Module, data: Any, tokenizer: Any, options: DataOptio
     part = Part.own()
     if data is None:
         return Batches(source="no data", calibration=[], held_out=[], samples=0, part=part)
-    return batches_of(
+    batches = batches_of(
         data,
         tokenizer=tokenizer,
         vocabulary=_vocabulary(model),
         part=part,
         **keywords_of(options, DataOptions),
     )
+    if not batches.is_divided or not isinstance(batches.calibration, list):
+        return batches
+    short = advice_on_lengths(model, batches.calibration, options.max_length)
+    return batches if short is None else replace(batches, advice=(*batches.advice, short))
 
 
 def seen_with(run: Run, batch: Any) -> DataSeen:
@@ -52,6 +58,8 @@ def require_data(seen: DataSeen) -> None:
 
 def describe_data(run: Run, batches: Batches) -> None:
     """Add to the description of a run's data how it was divided and what is unusual about it."""
+    if run.plan.needs_data:
+        run.advice = batches.advice
     run.data += _divided(batches, run.statistics.data_parts) + batches.remarks(run.plan.needs_data)
 
 

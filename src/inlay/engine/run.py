@@ -41,6 +41,7 @@ class Run(Calibration):
         self.tokenizer = tokenizer
         self.held_out = list(held_out)
         self.data = data
+        self.advice: tuple[str, ...] = ()
         self.stages = Stages() if stages is None else stages
 
     @property
@@ -54,6 +55,7 @@ class Run(Calibration):
             tokens=seen.tokens,
             padding_tokens=seen.padding_tokens,
             stages=self.stages.as_tuple(),
+            advice=self.advice,
         )
 
     @contextmanager

@@ -91,7 +91,7 @@ def report_of(
         changes=() if comparison is None else comparison.changes,
         layers=layers,
         slots=slots,
-        findings=tuple(_findings(model, statistics, slots, comparison, graphs.agreement)),
+        findings=tuple(_findings(record, model, statistics, slots, comparison, graphs.agreement)),
         equalized=tuple(
             EqualizedValue(
                 readers=each.group.readers,
@@ -114,12 +114,14 @@ def report_of(
 
 
 def _findings(
+    record: Record,
     model: nn.Module,
     statistics: StatisticsBySlot,
     slots: tuple[SlotRecord, ...],
     comparison: Comparison | None,
     agreement: Agreement | None,
 ) -> Iterable[Finding]:
+    yield from (Finding(severity="warning", text=f"{text}.") for text in record.advice)
     if comparison is not None:
         yield from comparison.findings
         yield from layer_findings(comparison.layers)

@@ -18,17 +18,17 @@ from inlay.cli.arguments import (
     Quiet,
     RecipeOptions,
     Stream,
-    file_option,
+    data_option,
 )
 from inlay.cli.known import compiler_names
 from inlay.cli.outcome import interrupted, show_result
 from inlay.cli.places import require_apart, source_of, statistics_folder
 from inlay.cli.recipes import Wanted, wanted_of
 from inlay.cli.terminal import calm_transformers
-from inlay.data.rows import read_rows
+from inlay.data.paths import rows_at
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
-from inlay.options import DATA, LoadOptions, Options, StreamOptions, WriteOptions, keywords_of
+from inlay.options import LoadOptions, Options, StreamOptions, WriteOptions, keywords_of
 from inlay.ranks.identity import is_first
 
 if TYPE_CHECKING:
@@ -51,11 +51,9 @@ def calibrate(
     out: Out,
     data: Annotated[
         Path | None,
-        file_option(
-            "--data",
-            help=".txt with one text per line, or .jsonl with [b]text[/b], [b]messages[/b] or "
-            "[b]input_ids[/b].",
-            panel=DATA,
+        data_option(
+            ".txt with one text per line; .jsonl or .parquet with [b]text[/b], [b]messages[/b] or "
+            "[b]input_ids[/b]; a folder of these; or a saved dataset."
         ),
     ] = None,
     method: MethodOption = MethodName.BEST,
@@ -82,7 +80,7 @@ def calibrate(
         options = replace(options, held_out=0)
     options = replace(options, progress=False if quiet else None)
     # Refuse data that cannot be read before loading the library and the model.
-    first_row = None if data is None else next(read_rows(data), None)
+    first_row = None if data is None else next(iter(rows_at(data, options.split)), None)
     if data is not None and first_row is None:
         raise ConfigurationError(f"{data} is empty: there is nothing to calibrate on")
     wanted.require_data()

@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 from inlay.cli.app import VERIFY, command
-from inlay.cli.arguments import Quiet, file_option
+from inlay.cli.arguments import Quiet, data_option
 from inlay.cli.flags import Without
 from inlay.cli.outcome import show_comparison
 from inlay.cli.places import source_of
 from inlay.cli.terminal import calm_transformers, tell
-from inlay.options import DATA, MODEL, OUTPUT, CompareOptions, keywords_of
+from inlay.options import MODEL, OUTPUT, CompareOptions, keywords_of
 
 __all__ = ["compare"]
 
@@ -33,11 +33,7 @@ def compare(
     ],
     data: Annotated[
         Path,
-        file_option(
-            "--data",
-            help=".txt or .jsonl as for [b]inlay calibrate[/b], with rows that did not calibrate.",
-            panel=DATA,
-        ),
+        data_option("Data as for [b]inlay calibrate[/b], with rows that did not calibrate."),
     ],
     options: Annotated[CompareOptions, Without("gguf_file")],
     via: Annotated[
