@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import llama
+from folders import assert_same_folder
 from report_sample import sample_report
 from tokens import CHAT, word_tokenizer
 from torch import nn
@@ -26,10 +27,11 @@ from inlay.cli.arguments import KvCache
 from inlay.cli.outcome import show_result
 from inlay.cli.recipes import KV_CACHES, ObserverChoice, Wanted, run_observer_file
 from inlay.compensation.settings import GPTQ
+from inlay.engine import hessian_room
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 from inlay.options import PANELS
-from inlay.recipe import Recipe, preset_names
+from inlay.recipe import Recipe, preset_names, recipe_text
 
 OBSERVER_FILE = """
 from inlay.observers import StaticMinMaxObserver, Observer
@@ -473,6 +475,23 @@ def test_static_inputs_are_equalized_by_the_best_method(
     recipe = runs.calls[0][0][1]
     (scheme,) = recipe.config.config_groups.values()
     assert (scheme.input_activations.observer, recipe.equalize) == (observer, equalize)
+
+
+def test_a_model_with_large_hessians_is_streamed(
+    folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hessian_room, "_free", lambda: 100_000)
+    recipe = Recipe.from_preset("W4A16", weights={"group_size": 16}, gptq=True)
+    (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
+    common = ("calibrate", folder, "--recipe", tmp_path / "recipe.yaml", "--data", texts)
+    common = (*common, "--held-out", 0, "--compiler", "eager")
+    result = run(*common, "--out", tmp_path / "streamed")
+    assert result.exit_code == 0, result.output
+    assert "more than a quarter of the free memory: streaming the model" in result.stderr
+    result = run(*common, "--out", tmp_path / "whole", "--no-stream")
+    assert result.exit_code == 0, result.output
+    assert "streaming the model" not in result.stderr
+    assert_same_folder(tmp_path / "streamed", tmp_path / "whole")
 
 
 def test_calibrate_says_nothing_when_asked_to(

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
-from families import gpt2, llama
+from families import gpt2, llama, qwen3_moe
 from torch import nn
 
 from inlay import ConfigurationError, Recipe
@@ -318,8 +318,8 @@ def test_kv_cache_needs_attention() -> None:
 
 
 def test_presets_take_the_method_of_the_command_line() -> None:
-    def chosen(name: str, **options: Any) -> tuple[Any, ...]:
-        recipe = Recipe.from_preset(name, **options)
+    def chosen(wanted: str | Recipe, **options: Any) -> tuple[Any, ...]:
+        recipe = Recipe.from_preset(wanted, **options) if isinstance(wanted, str) else wanted
         (scheme,) = recipe.config.config_groups.values()
         inputs = scheme.input_activations
         return scheme.weights.observer, inputs and inputs.observer, recipe.gptq, recipe.equalize
@@ -332,3 +332,19 @@ def test_presets_take_the_method_of_the_command_line() -> None:
     assert chosen("W8A8_STATIC", method="best", inputs=named) == (None, "minmax", None, None)
     with pytest.raises(ConfigurationError, match="no method 'good'; use one of best, plain"):
         chosen("W4A16", method="good")
+
+
+def test_the_name_of_a_preset_stands_for_its_best_method() -> None:
+    def observer_of(model: nn.Module, *, has_data: bool) -> tuple[str, GPTQ | None]:
+        recipe = Recipe.of("NVFP4A16", model, has_data=has_data)
+        return recipe.config.config_groups["group_0"].weights.observer, recipe.gptq
+
+    assert observer_of(llama(), has_data=True) == ("imatrix_mse", GPTQ())
+    assert observer_of(llama(), has_data=False) == ("memoryless_mse", None)
+    assert observer_of(qwen3_moe(), has_data=True) == ("memoryless_mse", None)
+    static = Recipe.of("W8A8_STATIC", qwen3_moe(), has_data=True)
+    assert static.equalize == "auto"
+    own = Recipe.from_preset("NVFP4A16", ignore=())
+    assert Recipe.of(own, llama(), has_data=True) is own
+    with pytest.raises(ConfigurationError, match="the name of a preset, not dict"):
+        Recipe.of({"scheme": "W4A16"}, llama(), has_data=True)  # type: ignore[arg-type]

@@ -104,12 +104,17 @@ class Source(LoadOptions):
             + "; save it with save_pretrained, or name a GGUF file with --gguf-file"
         )
 
+    @property
+    def is_streamable(self) -> bool:
+        """Whether the weights can be read block by block."""
+        return self.gguf_file is None
+
     def require_streamable(self) -> None:
         """Refuse weights that cannot be read block by block."""
-        if self.gguf_file is not None:
+        if not self.is_streamable:
             raise ConfigurationError(
                 f"weights are streamed from safetensors, and {self.gguf_file} is GGUF. Load the "
-                "model and save it with save_pretrained, or calibrate in memory (without --stream)"
+                "model and save it with save_pretrained, or calibrate in memory with --no-stream"
             )
 
     def folder(self, *, download: bool = False) -> Path:

@@ -116,10 +116,11 @@ NoComparison = Annotated[
     ),
 ]
 Stream = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--stream",
-        help="Read, run, quantize and write the model block by block, with one in memory.",
+        "--stream/--no-stream",
+        help="Read, run, quantize and write the model block by block, with one in memory. By "
+        "default only if GPTQ needs much memory.",
         rich_help_panel=RUN,
     ),
 ]

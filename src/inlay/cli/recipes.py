@@ -131,17 +131,9 @@ class Wanted:
         keeps_head = self._start().keeps_head and "none" not in self.ignore
         recipe = replace(recipe, keeps_head=keeps_head).for_model(model)
         if self.scheme is not None and self.method == "best":
-            recipe = self._with_best_method(recipe, model)
+            recipe = recipe.with_best_method(has_data=self.has_data, model=model)
         named = {_PARTS[choice.part] for choice in self.observers}
         return replace(recipe, preset_observers=self._start().preset_observers - named)
-
-    def _with_best_method(self, recipe: "Recipe", model: "nn.Module") -> "Recipe":
-        from inlay.model import modules_with_stacks
-
-        # Few texts reach all experts, and a Hessian for each takes much memory.
-        has_experts = any(True for _ in modules_with_stacks(model))
-        has_data = self.has_data and (self.gptq or not has_experts)
-        return recipe.with_best_method(has_data=has_data)
 
     def _options(self) -> dict[str, Any]:
         """Return what a recipe has besides its config: as started from, with the changes wanted."""

@@ -25,7 +25,7 @@ __all__ = ["calibrate", "requantize"]
 @together()
 def calibrate(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: Recipe | str,
     data: Any = None,
     *,
     tokenizer: Any = None,
@@ -39,6 +39,8 @@ def calibrate(
     each process takes every n-th batch of those that one process would make. Ready batches are the
     process's own. If one process fails, all raise an error that says which, and why.
 
+    :param recipe: a recipe, or the name of a preset. A name stands for the best method, as on the
+        command line; `Recipe.from_preset(name)` keeps the defaults of llm-compressor
     :param data: batches, texts, a `.txt` or `.jsonl` file or a dataset; see `inlay.data`. None
         if the recipe needs no data: weights alone, or activations quantized dynamically
     :param tokenizer: a tokenizer; needed only for data that is text
@@ -47,7 +49,7 @@ def calibrate(
     :return: the finalized calibration, ready for `save`
     """
     options = Options(**keywords)
-    recipe = recipe.for_model(model)
+    recipe = Recipe.of(recipe, model, has_data=data is not None)
     name = model_name(model)
     require_full_precision(getattr(model, "config", None), name)
     stages = Stages()

@@ -46,7 +46,7 @@ class InMemory(Engine):
 
     def load(self, region: Region) -> None:
         """Refuse Hessians that do not fit beside the model, which is loaded already."""
-        require_room_for_hessians(self.run.plan, self.run.graphs.weights)
+        require_room_for_hessians(self.run.plan, self.run.model)
 
     def observe(self, region: Region) -> None:
         run = self.run

@@ -44,7 +44,7 @@ class Streamed:
 @together()
 def stream(
     model: str | os.PathLike[str] | StoredModel,
-    recipe: Recipe,
+    recipe: Recipe | str,
     data: Any = None,
     *,
     out: str | Path,
@@ -61,6 +61,7 @@ def stream(
     that all processes see.
 
     :param model: the folder of a model or its name, or what `StoredModel.open` gives for it
+    :param recipe: as in `inlay.calibrate`
     :param data: as in `inlay.calibrate`
     :param out: the folder to write
     :param tokenizer: a tokenizer; by default the one that belongs to the model
@@ -75,7 +76,7 @@ def stream(
     with MemoryWatch() as memory:
         with stages("reading data"):
             stored = model if isinstance(model, StoredModel) else StoredModel.open(model)
-            recipe = recipe.for_model(stored.model)
+            recipe = Recipe.of(recipe, stored.model, has_data=data is not None)
             tokenizer = tokenizer or _tokenizer_of(stored, data, options.split)
             wanted = options if options.report else replace(options, held_out=0)
             batches = read_batches(stored.model, data, tokenizer, wanted)

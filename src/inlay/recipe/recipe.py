@@ -16,6 +16,7 @@ from inlay.compensation.settings import GPTQ
 from inlay.errors import ConfigurationError
 from inlay.formats.numbers import format_of
 from inlay.formats.storage import require_storable
+from inlay.model import modules_with_stacks
 from inlay.recipe.llmcompressor_yaml import config_of_modifiers
 from inlay.recipe.presets import (
     METHODS,
@@ -143,18 +144,35 @@ class Recipe:
         )
         return recipe.with_best_method(has_data=True) if method == "best" else recipe
 
-    def with_best_method(self, *, has_data: bool) -> "Recipe":
+    def with_best_method(self, *, has_data: bool, model: nn.Module | None = None) -> "Recipe":
         """Choose the best method for the parts of schemes whose observer nobody named.
 
         Weights of 4 bits or fewer take GPTQ with ranges by `imatrix_mse`; without data, ranges by
         `memoryless_mse`. Static integer inputs are equalized, and observed by `static_minmax`.
         Unlike those of a moving average, their scales depend neither on the order of the data nor
         on the number of ranks.
+
+        :param model: the model to quantize, if it is known. With experts, weights take GPTQ only if
+            the recipe asks for it: few texts reach all experts, and their Hessians take much memory
         """
-        config, gptq = with_best_rounding(self.config, self.gptq, has_data=has_data)
+        has_experts = model is not None and any(True for _ in modules_with_stacks(model))
+        gathers = has_data and (self.gptq is not None or not has_experts)
+        config, gptq = with_best_rounding(self.config, self.gptq, has_data=gathers)
         is_static = any(map(has_static_inputs, config.config_groups.values()))
         strength = "auto" if self.equalize is None and has_data and is_static else self.equalize
         return replace(self, config=config, gptq=gptq, equalize=strength)
+
+    @classmethod
+    def of(cls, wanted: "Recipe | str", model: nn.Module, *, has_data: bool) -> "Recipe":
+        """Return a recipe for a model. The name of a preset stands for its best method."""
+        if isinstance(wanted, cls):
+            return wanted.for_model(model)
+        if not isinstance(wanted, str):
+            raise ConfigurationError(
+                f"a recipe is a Recipe or the name of a preset, not {type(wanted).__name__}"
+            )
+        recipe = cls.from_preset(wanted).for_model(model)
+        return recipe.with_best_method(has_data=has_data, model=model)
 
     @classmethod
     def from_config(

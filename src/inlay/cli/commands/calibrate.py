@@ -24,7 +24,7 @@ from inlay.cli.known import compiler_names
 from inlay.cli.outcome import interrupted, show_result
 from inlay.cli.places import require_apart, source_of, statistics_folder
 from inlay.cli.recipes import Wanted, wanted_of
-from inlay.cli.terminal import calm_transformers
+from inlay.cli.terminal import calm_transformers, tell
 from inlay.data.paths import rows_at
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
@@ -32,6 +32,8 @@ from inlay.options import LoadOptions, Options, StreamOptions, WriteOptions, key
 from inlay.ranks.identity import is_first
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from inlay.engine.run import Run
     from inlay.engine.stream import Streamed
 
@@ -59,7 +61,7 @@ def calibrate(
     method: MethodOption = MethodName.BEST,
     keep_hessians: KeepHessians = False,
     no_comparison: NoComparison = False,
-    stream: Stream = False,
+    stream: Stream = None,
     quiet: Quiet = False,
 ) -> None:
     """Calibrate a model on text and write the quantized checkpoint."""
@@ -87,17 +89,42 @@ def calibrate(
     _require_compiler(options.compiler)
     wanted.require_recipe()
     calm_transformers(quiet)
-    if stream:
+    if stream is None and options.resume and _was_streamed(out):
+        stream = True
+    may_stream = stream is None and source.is_streamable
+    loaded = None if stream else _loaded(source, wanted, may_stream=may_stream)
+    if loaded is None:
         run: Run | Streamed = _streamed(source, wanted, data, out, options)
     else:
         # Token ids need no tokenizer; if the model has one, it still belongs beside the checkpoint.
         is_text = first_row is not None and first_row.kind != "input_ids"
-        run = _in_memory(source, wanted, data, is_text, out, options)
+        run = _in_memory(loaded, source, wanted, data, is_text, out, options)
     if is_first() and not quiet:
         show_result(run, out)
 
 
+def _was_streamed(out: Path) -> bool:
+    from inlay.engine.streamed.journal import work_folder
+
+    return work_folder(out).exists()
+
+
+def _loaded(source: Source, wanted: Wanted, *, may_stream: bool) -> "nn.Module | None":
+    """Load a model; return None if it may be streamed, and should be for the sake of memory."""
+    from inlay.checkpoint.loading import load_model
+    from inlay.engine.hessian_room import reason_to_stream
+
+    model = load_model(source)
+    reason = reason_to_stream(model, wanted.recipe_for(model)) if may_stream else None
+    if reason is None:
+        return model
+    if is_first():
+        tell(f"{reason}: streaming the model. Pass --no-stream to keep it in memory")
+    return None
+
+
 def _in_memory(
+    loaded: "nn.Module",
     source: Source,
     wanted: Wanted,
     data: Path | None,
@@ -105,11 +132,10 @@ def _in_memory(
     out: Path,
     options: StreamOptions,
 ) -> "Run":
-    from inlay.checkpoint.loading import find_tokenizer, load_model, load_tokenizer
+    from inlay.checkpoint.loading import find_tokenizer, load_tokenizer
     from inlay.engine.calibrate import calibrate as calibrate_model
     from inlay.statistics.rank_files import remove_all
 
-    loaded = load_model(source)
     statistics = statistics_folder(out)
     try:
         run = calibrate_model(
