@@ -255,8 +255,3 @@ def test_what_a_checkpoint_will_not_have_is_named(tmp_path: Path, load: Any) -> 
     save_file({**tensors, **computed, **extra}, file, metadata={"format": "pt"})
     with pytest.warns(UserWarning, match=r"does not use 4 of \d+ tensors .*mtp\.a.* and 1 more"):
         load(tmp_path)
-    save_file(tensors, file, metadata={"format": "pt"})
-    modules = [{"path": ""}, {"path": "1_Pooling"}]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    with pytest.warns(UserWarning, match=r"Copy modules\.json, 1_Pooling/ into"):
-        load(tmp_path)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
+from inlay.checkpoint.files.unused import warn_of_unused
+from inlay.checkpoint.files.weight_files import require_shards, stored_names
 from inlay.checkpoint.source import Source
-from inlay.checkpoint.unused import warn_of_unused
-from inlay.checkpoint.weight_files import require_shards, stored_names
 from inlay.errors import ConfigurationError
 from inlay.options import LoadKeywords
 from inlay.transformers_private import Loading, correct_tokenizer
@@ -42,6 +42,9 @@ _HEADS = {
     "LMHeadModel": "AutoModelForCausalLM",
     "ForMaskedLM": "AutoModelForMaskedLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForTokenClassification": "AutoModelForTokenClassification",
+    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
+    "ForImageClassification": "AutoModelForImageClassification",
 }
 
 
@@ -59,8 +62,7 @@ def load_model(place: Place, **options: Unpack[LoadKeywords]) -> nn.Module:
         require_shards(source.folder())
     model = _loaded(source, config)
     if source.gguf_file is None:
-        folder = source.folder()
-        warn_of_unused(model, folder, stored_names(folder), Loading.of(model))
+        warn_of_unused(model, stored_names(source.folder()), Loading.of(model))
     return model
 
 
@@ -161,6 +163,9 @@ def class_of(config: Any, source: Source) -> tuple[Any, dict[str, Any]]:
     """Return the class that the config names, and the extra options of an Auto… class."""
     import transformers
 
+    sentences = source.sentence_folder()
+    if sentences is not None and sentences.has_no_head:
+        return transformers.AutoModel, {"trust_remote_code": source.trust_remote_code}
     name = next(iter(getattr(config, "architectures", None) or []), "")
     known = getattr(transformers, name, None)
     is_own = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError
 
+from inlay.checkpoint.files.sentence_folders import TOKENIZER_FILES, SentenceFolder
 from inlay.errors import ConfigurationError, InlayError
 from inlay.options import DTYPES, LoadKeywords, LoadOptions
 from inlay.transformers_private import asks_for_trust, gist
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["Source"]
 
 _T = TypeVar("_T")
-_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges", "tekken")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,9 @@ class Source(LoadOptions):
             )
         if not self.is_folder and _looks_like_a_path(self.place):
             raise ConfigurationError(f"there is no folder {self.place}")
+        sentences = self.sentence_folder()
+        if sentences is not None:
+            object.__setattr__(self, "place", str(sentences.transformer))
         gguf = None if self.gguf_file is None else Path(self.place, self.gguf_file)
         if self.is_folder and gguf is not None and not gguf.is_file():
             raise ConfigurationError(f"there is no file {self.gguf_file} in {self.place}")
@@ -68,6 +71,10 @@ class Source(LoadOptions):
         """The options of `from_pretrained` that allow downloads and name the file."""
         options: dict[str, Any] = {"local_files_only": not self.download}
         return options if self.gguf_file is None else {**options, "gguf_file": self.gguf_file}
+
+    def sentence_folder(self) -> SentenceFolder | None:
+        """Return the folder of sentence-transformers that the model belongs to, if any."""
+        return SentenceFolder.at(Path(self.place)) if self.is_folder else None
 
     def require_config(self) -> None:
         """Refuse a folder that is not that of a model."""
@@ -129,7 +136,7 @@ class Source(LoadOptions):
         """Return False only for a folder that has no file of a tokenizer."""
         if not self.is_folder or self.gguf_file is not None:
             return True
-        return any(name.startswith(_TOKENIZER_FILES) for name in os.listdir(self.place))
+        return any(name.startswith(TOKENIZER_FILES) for name in os.listdir(self.place))
 
     def read(self, load: Callable[[], _T]) -> _T:
         """Call `load` and turn its errors into ones that say what to do."""

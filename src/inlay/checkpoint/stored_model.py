@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
+from inlay.checkpoint.files.unused import warn_of_unused
+from inlay.checkpoint.files.weight_files import WeightFiles
 from inlay.checkpoint.loading import (
     Place,
     class_of,
@@ -17,8 +19,6 @@ from inlay.checkpoint.loading import (
     require_full_precision,
 )
 from inlay.checkpoint.source import Source
-from inlay.checkpoint.unused import warn_of_unused
-from inlay.checkpoint.weight_files import WeightFiles
 from inlay.errors import CheckpointError
 from inlay.fingerprints import fingerprints, weights_in
 from inlay.options import LoadKeywords
@@ -44,7 +44,7 @@ class StoredModel:
         self.source = source
         self.reads: dict[str, int] = defaultdict(int)  # how often each stored tensor was read
         self._sources = loading.sources(model, files.tensors)
-        warn_of_unused(model, files.folder, files.tensors, loading)
+        warn_of_unused(model, files.tensors, loading)
         self._tie_equal_weights()
         self._parameters = _with_own_parameters(model)
         first = {id(parameter): name for name, parameter in self._parameters.items()}

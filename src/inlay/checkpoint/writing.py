@@ -12,6 +12,7 @@ from compressed_tensors.compressors import ModelCompressor
 from torch import nn
 
 from inlay.checkpoint.contents import Contents
+from inlay.checkpoint.files.sentence_folders import SentenceFolder
 from inlay.checkpoint.gate import require_servable
 from inlay.checkpoint.layers import (
     QuantizedLayer,
@@ -20,6 +21,7 @@ from inlay.checkpoint.layers import (
 )
 from inlay.checkpoint.loading import require_full_precision
 from inlay.checkpoint.shards import Shards, complete, name_files, size_in_bytes
+from inlay.checkpoint.source import Source
 from inlay.errors import ConfigurationError
 from inlay.formats.storage import dtype_to_load
 from inlay.observers import QParamsDict
@@ -128,7 +130,21 @@ def finish_checkpoint(
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    sentences = _sentence_folder_of(model)
+    if sentences is not None:
+        sentences.copy_to(folder, with_tokenizer=tokenizer is None)
     return total
+
+
+def _sentence_folder_of(model: Any) -> SentenceFolder | None:
+    """Return the folder of sentence-transformers that a model was loaded from, if from one."""
+    place = getattr(model, "name_or_path", "")
+    try:
+        found = SentenceFolder.at(Source.of(place).folder()) if place else None
+    except ConfigurationError:  # it is gone, or not in the cache
+        return None
+    is_whole = found is not None and (not found.has_no_head or model.base_model is model)
+    return found if is_whole else None
 
 
 def _require_saveable(model: nn.Module) -> None:

@@ -162,7 +162,7 @@ class RecipeOptions:
         list[str] | None,
         typer.Option(
             help="Module to leave in full precision: its name or re:PATTERN. The head of a "
-            "language model always is, unless this is [b]none[/b].",
+            "language model or classifier always is, unless this is [b]none[/b].",
             show_default=False,
             rich_help_panel=RECIPE,
         ),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inlay.checkpoint.files.weight_files import WeightFiles
 from inlay.checkpoint.source import Source
-from inlay.checkpoint.weight_files import WeightFiles
 from inlay.comparison.weights import listed, stored_files
 from inlay.report.data import Finding
 

@@ -7,8 +7,8 @@ from statistics import median_low
 import torch
 from torch import nn
 
+from inlay.checkpoint.files.weight_files import WeightFiles
 from inlay.checkpoint.source import Source
-from inlay.checkpoint.weight_files import WeightFiles
 from inlay.errors import InlayError
 from inlay.report.data import Finding
 from inlay.report.numbers import number

@@ -104,8 +104,8 @@ class Recipe:
         """Make a recipe from a preset of compressed-tensors, or `W8A8_STATIC`, with changes.
 
         :param targets: names, class names or `re:` patterns of modules, as in compressed-tensors
-        :param ignore: targets to leave out. By default that is the output layer of a language model
-            (`lm_head`), where errors show most; `()` quantizes it
+        :param ignore: targets to leave out. By default these are the heads of language models
+            (`lm_head`) and classifiers, where errors show most; `()` quantizes them
         :param weights: fields of `QuantizationArgs` to change, the observer and its kwargs included
         :param inputs: the same for input activations
         :param outputs: the same for output activations, which no preset quantizes by itself
@@ -203,7 +203,7 @@ class Recipe:
         return cls(config, **{**own, "gptq": GPTQ.of(own.get("gptq"))})
 
     def for_model(self, model: nn.Module) -> "Recipe":
-        """Return the recipe for one model, with the model's head ignored if the recipe keeps it.
+        """Return the recipe for one model, with the model's heads ignored if the recipe keeps them.
 
         A head that a target names is not kept.
         """
@@ -267,14 +267,22 @@ class Recipe:
 
 
 def _heads(model: Any) -> list[str]:
-    """Return the names of a language model's output layer."""
+    """Return the names of a model's output layers: over its vocabulary, or over its labels."""
     modules = dict(model.named_modules())
     if not hasattr(model, "get_output_embeddings"):
         return [name for name in modules if name.rpartition(".")[2] == "lm_head"]
-    if not model.can_generate():
-        return []
     head = model.get_output_embeddings()
-    return [name for name, module in modules.items() if module is head][:1]
+    if model.can_generate():
+        return [name for name, module in modules.items() if module is head][:1]
+    inside = set(map(id, model.base_model.modules()))
+    labels = getattr(model.config, "num_labels", None)
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear)
+        and id(module) not in inside
+        and (module is head or module.out_features == labels)
+    ]
 
 
 def _names_observer(wanted: Overrides | None) -> bool:

@@ -34,11 +34,13 @@ def load(place: Place, *, compile: bool = True, **options: Unpack[LoadKeywords])
     source = Source.of(place, **options)
     config = source.config()
     _require_compressed(config, source)
+    config.quantization_config.pop("dequantize", None)  # kernels take compressed weights
     source.require_safetensors()
     cls, own = class_of(config, source)
     model, found = source.read(
         lambda: cls.from_pretrained(
             source.place,
+            config=config,
             dtype=dtype_of(source),
             output_loading_info=True,
             use_safetensors=True,

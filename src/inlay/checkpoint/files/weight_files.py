@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from inlay.checkpoint.files.sentence_folders import leads_outside
 from inlay.errors import CheckpointError, ConfigurationError
 from inlay.fingerprints import fingerprints
 
@@ -119,12 +120,6 @@ def stored_names(folder: Path) -> set[str]:
     return names
 
 
-def _leads_outside(file: str) -> bool:
-    """Return whether the text of a path leaves its folder; links of a cache may lead anywhere."""
-    parts = file.replace("\\", "/").split("/")
-    return file.startswith(("/", "\\")) or ".." in parts or ":" in parts[0]
-
-
 def _expected(folder: Path) -> dict[Path, set[str]]:
     """Return the files of a model, and the tensors that its index, if it has one, expects there."""
     index = folder / _INDEX
@@ -140,7 +135,7 @@ def _expected(folder: Path) -> dict[Path, set[str]]:
         outside: dict[str, str] = {}
         for name, file in weight_map.items():
             files.setdefault(folder / file, set()).add(name)
-            if _leads_outside(file):
+            if leads_outside(file):
                 outside[name] = file
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of weights: {error}") from error
