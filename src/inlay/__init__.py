@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from inlay.engine.stream import stream
     from inlay.observers import Observer, QParamsDict, sync_observers
     from inlay.recipe import Recipe
+    from inlay.searching import search
     from inlay.serving import load, package
     from inlay.statistics.on_disk import StoredStatistics
 
@@ -45,6 +46,7 @@ __all__ = [
     "observers",
     "package",
     "passes",
+    "search",
     "stream",
     "sync_observers",
 ]
@@ -61,6 +63,7 @@ _LAZY = {
     "finalize": "inlay.calibration.named_backend",
     "load": "inlay.serving",
     "package": "inlay.serving",
+    "search": "inlay.searching",
     "stream": "inlay.engine.stream",
     "sync_observers": "inlay.observers",
 }
