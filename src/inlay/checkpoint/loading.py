@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from inlay.checkpoint.files.unused import warn_of_unused
+from inlay.checkpoint.files.dequantized import is_readable
+from inlay.checkpoint.files.left_over import warn_of_unused
 from inlay.checkpoint.files.weight_files import require_shards, stored_names
 from inlay.checkpoint.source import Source
 from inlay.errors import ConfigurationError
@@ -23,6 +24,7 @@ from inlay.transformers_private import Loading, correct_tokenizer
 __all__ = [
     "Place",
     "class_of",
+    "dequantized_config",
     "dtype_of",
     "empty_model",
     "find_tokenizer",
@@ -56,13 +58,17 @@ def load_model(place: Place, **options: Unpack[LoadKeywords]) -> nn.Module:
     """
     source = Source.of(place, **options)
     config = source.config()
-    require_full_precision(config, source.place)
+    if dequantized_config(config, source.place):
+        from inlay.checkpoint.stored_model import StoredModel
+
+        return StoredModel.open(source).load_all()
     in_cache = source.is_folder or not source.download
     if source.gguf_file is None and in_cache:
         require_shards(source.folder())
     model = _loaded(source, config)
     if source.gguf_file is None:
-        warn_of_unused(model, stored_names(source.folder()), Loading.of(model))
+        folder = source.folder()
+        warn_of_unused(model, stored_names(folder), Loading.of(model), folder)
     return model
 
 
@@ -187,6 +193,21 @@ def dtype_of(source: Source) -> str | torch.dtype:
     return found
 
 
+def dequantized_config(config: Any, name: str) -> bool:
+    """Remove the quantization from a config if its weights can be dequantized as they are read.
+
+    :param name: name of the model in the error
+    :return: whether there was one
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return False
+    if not is_readable(quantization):
+        require_full_precision(config, name)
+    del config.quantization_config
+    return True
+
+
 def require_full_precision(config: Any, name: str) -> None:
     """Refuse a model whose config says that it is quantized.
 
@@ -197,6 +218,8 @@ def require_full_precision(config: Any, name: str) -> None:
     if quantization is None:
         return
     advice = "calibrate the model it was made from"
+    if is_readable(quantization):
+        advice = "inlay.checkpoint.loading.load_model(folder) dequantizes its weights"
     if "gguf" in str(quantization).lower():
         advice = "inlay.checkpoint.loading.load_model(folder, gguf_file=…) unpacks its weights"
     raise ConfigurationError(f"{name} is quantized already; {advice}")

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from inlay.checkpoint.files.unused import warn_of_unused
+from inlay.checkpoint.files.dequantized import open_files
+from inlay.checkpoint.files.left_over import warn_of_unused
 from inlay.checkpoint.files.weight_files import WeightFiles
 from inlay.checkpoint.loading import (
     Place,
     class_of,
+    dequantized_config,
     dtype_of,
     require_all_weights,
-    require_full_precision,
 )
 from inlay.checkpoint.source import Source
 from inlay.errors import CheckpointError
@@ -44,7 +45,7 @@ class StoredModel:
         self.source = source
         self.reads: dict[str, int] = defaultdict(int)  # how often each stored tensor was read
         self._sources = loading.sources(model, files.tensors)
-        warn_of_unused(model, files.tensors, loading)
+        warn_of_unused(model, files.tensors, loading, files.folder)
         self._tie_equal_weights()
         self._parameters = _with_own_parameters(model)
         first = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -67,11 +68,16 @@ class StoredModel:
         source = Source.of(place, **options)
         source.require_streamable()
         config = source.config()
-        require_full_precision(config, source.place)
         source.require_safetensors()
-        files = WeightFiles(source.folder(download=source.download))
+        dequantized_config(config, source.place)
+        files = open_files(source.folder(download=source.download))
         model, loading = source.read(lambda: _built(config, source, files))
         return cls(model, files, loading, source)
+
+    def load_all(self) -> nn.Module:
+        """Load all parameters, and return the model."""
+        self.load(list(self._parameters))
+        return self.model
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
         """The names of parameters; of a tied one, the first that it has."""
@@ -141,7 +147,10 @@ class StoredModel:
             return {}
         names = [name for target in targets for name in self._sources[target]]
         with self.files.reading() as read:
-            unread = {name: _Unread(name, read, self.reads, mapped) for name in names}
+            unread = {
+                name: _Unread(name, read, self.reads, mapped or not self.files.is_mapped(name))
+                for name in names
+            }
             return self._loading.tensors(self.model, unread)
 
     def _tie_equal_weights(self) -> None:

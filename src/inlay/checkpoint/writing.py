@@ -12,6 +12,7 @@ from compressed_tensors.compressors import ModelCompressor
 from torch import nn
 
 from inlay.checkpoint.contents import Contents
+from inlay.checkpoint.files.left_over import LeftOver
 from inlay.checkpoint.files.sentence_folders import SentenceFolder
 from inlay.checkpoint.gate import require_servable
 from inlay.checkpoint.layers import (
@@ -121,8 +122,13 @@ def finish_checkpoint(
     """
     model = contents.model
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    total = name_files(folder, names, parameters=parameters)
     config = quantization_config(model, recipe, layers)
+    source = _folder_of(model)
+    left_over = None if source is None else LeftOver.of(model, source)
+    if left_over is not None:
+        names = [*names, *left_over.copy_to(folder)]
+        config.ignore = [*(config.ignore or []), *left_over.ignored]
+    total = name_files(folder, names, parameters=parameters)
     formats = [scheme.format for scheme in config.config_groups.values()]
     warn_of_plain_stacks(plan.stacks_left, formats)
     dtype = dtype_to_load(formats)
@@ -130,21 +136,19 @@ def finish_checkpoint(
     ModelCompressor(quantization_config=config).update_config(str(folder))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
-    sentences = _sentence_folder_of(model)
-    if sentences is not None:
+    sentences = None if source is None else SentenceFolder.at(source)
+    if sentences is not None and (not sentences.has_no_head or model.base_model is model):
         sentences.copy_to(folder, with_tokenizer=tokenizer is None)
     return total
 
 
-def _sentence_folder_of(model: Any) -> SentenceFolder | None:
-    """Return the folder of sentence-transformers that a model was loaded from, if from one."""
+def _folder_of(model: Any) -> Path | None:
+    """Return the folder that a model was loaded from, if it is still there."""
     place = getattr(model, "name_or_path", "")
     try:
-        found = SentenceFolder.at(Source.of(place).folder()) if place else None
+        return Source.of(place).folder() if place else None
     except ConfigurationError:  # it is gone, or not in the cache
         return None
-    is_whole = found is not None and (not found.has_no_head or model.base_model is model)
-    return found if is_whole else None
 
 
 def _require_saveable(model: nn.Module) -> None:

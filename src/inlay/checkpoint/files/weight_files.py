@@ -26,6 +26,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -56,7 +57,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, StoredTensor] = {}
+        self.stored: dict[str, StoredTensor] = {}
         expected = _expected(folder)
         for file, names in expected.items():
             found = _header(file)
@@ -66,7 +67,8 @@ class WeightFiles:
                     f"{file} has no tensor {absent[0]}, which {_INDEX} says it has; it is not the "
                     "file that belongs here, so copy or download it again"
                 )
-            self.tensors.update(found)
+            self.stored.update(found)
+        self.tensors = self.stored  # what `reading` gives
         self.files = tuple(expected)
 
     def identity(self) -> str:
@@ -84,6 +86,10 @@ class WeightFiles:
         with self.reading() as read:
             return fingerprints((name, read(name)) for name in self.tensors)
 
+    def is_mapped(self, name: str) -> bool:
+        """Return whether a tensor that was read is backed by its file."""
+        return True
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[Callable[[str], torch.Tensor]]:
         """Yield a function that gives a tensor by name, backed by its file until it is copied."""
@@ -91,7 +97,7 @@ class WeightFiles:
             opened: dict[Path, Any] = {}
 
             def read(name: str) -> torch.Tensor:
-                file = self.tensors[name].file
+                file = self.stored[name].file
                 try:
                     if file not in opened:
                         opened[file] = stack.enter_context(safe_open(file, framework="pt"))
