@@ -17,6 +17,7 @@ from inlay.graph import (
     add_qparams,
     copy,
     fake_value,
+    is_linear,
     require_whole,
     slots_of,
     stamp,
@@ -106,6 +107,15 @@ class CompareLayers(Pass):
             names = tuple(qparams)
         quantize = None if read is None else QuantizeDequantize(read.args, names)
         with gm.graph.inserting_after(use.output):
-            target = CompareLayer(views, quantize)
+            target = CompareLayer(views, quantize, is_product=_is_product(node, use))
             compare: Node = gm.graph.call_function(target, tuple(args), whose)
         return stamp(compare, self.name)
+
+
+def _is_product(node: Node, use: WeightUse) -> bool:
+    """Return whether an op returns the product in float32, to which nothing was added."""
+    if not is_linear(node) or use.value is None or use.weight_node is None:
+        return False
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    operands = map(fake_value, (use.value, use.weight_node))
+    return bias is None and all(operand.dtype == torch.float32 for operand in operands)

@@ -1,9 +1,7 @@
 """Leave the products of linear layers to the faster library."""
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from inlay.graph import (
@@ -16,7 +14,7 @@ from inlay.graph import (
     stamp,
     weight_use,
 )
-from inlay.nodes.fast_linear import fast_linear
+from inlay.nodes.fast_linear import fast_linear, is_float32_on_cpu
 
 __all__ = ["SpeedUpProducts"]
 
@@ -57,16 +55,8 @@ class SpeedUpProducts(Pass):
             return False
         value, weight = fake_value(use.value), fake_value(use.weight_node)
         return (
-            _is_float32_on_cpu(value)
-            and _is_float32_on_cpu(weight)
+            is_float32_on_cpu(value)
+            and is_float32_on_cpu(weight)
             and weight.ndim == 2
             and weight.numel() >= self.smallest
         )
-
-
-def _is_float32_on_cpu(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype == torch.float32
-        and value.device.type == "cpu"
-    )

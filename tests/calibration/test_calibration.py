@@ -15,9 +15,12 @@ from torch import nn
 
 from inlay import Calibration, ConfigurationError, GraphError, Recipe, StatisticsError
 from inlay.calibration.phase import Phase
+from inlay.nodes.fast_linear import fast_linear
+from inlay.nodes.kernels import integer_linear, missing_kernels
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import Observer
 from inlay.passes import PREPARE, ShareObservers
+from inlay.products import onednn_is_faster
 from inlay.recipe import make_observer
 
 STATIC = Recipe.from_preset("W8A8_STATIC", ignore=["lm_head"], inputs={"observer": "static_minmax"})
@@ -493,6 +496,43 @@ def test_graphs_are_prepared_for_a_phase() -> None:
     assert torch.equal(plain, compared)
     assert not torch.equal(plain, quantized)
     assert (graphs.phase, prepared()) == (Phase.QUANTIZE, {Phase.OBSERVE})
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.fc = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.plain(x)).tanh()
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_rerun_computes_the_same_by_faster_products(blocks: int) -> None:
+    """By oneDNN and on integer kernels, where the machine has them; two blocks share a graph."""
+    model = nn.Sequential(*(Block() for _ in range(blocks)), nn.Linear(128, 128, bias=False))
+    inputs = {"observer": "static_minmax"}
+    recipe = Recipe.from_preset("W8A8_STATIC", targets=[r"re:.*fc"], inputs=inputs)
+    calibration = Calibration(model, recipe, compiler="eager")
+    graphs, x = calibration.graphs, torch.randn(8, 128)
+    calibration.observe(x)
+    calibration.finalize()
+    compiled = torch.compile(model, backend=calibration.backend)
+    with torch.no_grad():
+        expected = {Phase.PLAIN: model(x), Phase.QUANTIZE: compiled(x)}
+    used = {}
+    with graphs.rerun() as rerun:
+        for phase, output in expected.items():
+            torch.testing.assert_close(rerun.outputs((x,), phase), output)
+            used[phase] = {
+                node.target
+                for graph in graphs
+                for key, variant in graph.variants.items()
+                for node in variant.graph_module.graph.nodes
+                if key[0] is phase and graph.backend is not graphs.backend
+            }
+    assert (fast_linear in used[Phase.PLAIN]) == onednn_is_faster()
+    assert (integer_linear in used[Phase.QUANTIZE]) == (missing_kernels("cpu") is None)
 
 
 def test_explain() -> None:

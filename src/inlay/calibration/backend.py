@@ -62,8 +62,9 @@ class Backend:
     @property
     def uses_kernels(self) -> bool:
         """Whether graphs that quantize multiply integers where they can."""
-        # Only Inductor fuses what stands around a kernel; others compute quantize-dequantize.
-        return self._compiler == "inductor" and not self.store.is_rerun
+        # Inductor fuses what stands around a kernel. A rerun wants the outputs alone, and there a
+        # kernel is faster eagerly too. Other compilers compute quantize-dequantize.
+        return self._compiler == "inductor" or self.store.is_rerun
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> CompiledGraph:
         self.store.note_trace()

@@ -14,7 +14,13 @@ from inlay.calibration.compiled_graph import CompiledGraph
 from inlay.calibration.decision import Auto, Savings
 from inlay.calibration.explain import dropout_in, kernels_in_words, padding_problem
 from inlay.calibration.phase import Phase
-from inlay.calibration.pipelines import comparing, observing, observing_equalized, quantizing
+from inlay.calibration.pipelines import (
+    comparing,
+    observing,
+    observing_equalized,
+    quantizing,
+    rerunning,
+)
 from inlay.calibration.rerun import Rerun
 from inlay.calibration.tracing.running import run_apart, run_for_statistics, running
 from inlay.calibration.tracing.strategies import Strategies, by_name, without_cache
@@ -138,11 +144,12 @@ class GraphStore:
                     plan, equalized, passes=self._passes, layouts=layouts, outputs=outputs
                 )
             case Phase.QUANTIZE:
-                return quantizing(plan, qparams, equalized, passes=self._passes, kernels=kernels)
+                found = quantizing(plan, qparams, equalized, passes=self._passes, kernels=kernels)
+                return rerunning(found) if self.is_rerun else found
             case Phase.COMPARE:
-                return comparing(plan, qparams, equalized, layouts=layouts)
+                return rerunning(comparing(plan, qparams, equalized, layouts=layouts))
             case Phase.PLAIN:
-                return Pipeline(())
+                return rerunning(Pipeline(()))
 
     def expect(self, batches: int) -> None:
         """Say before the first batch how many will come, so that "auto" compiles for many."""

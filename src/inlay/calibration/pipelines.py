@@ -16,11 +16,13 @@ from inlay.passes import (
     LowerToKernels,
     PruneUnobserved,
     RemoveObservers,
+    SpeedUpProducts,
     UseEqualized,
 )
+from inlay.products import onednn_is_faster
 from inlay.recipe import Plan
 
-__all__ = ["comparing", "observing", "observing_equalized", "quantizing"]
+__all__ = ["comparing", "observing", "observing_equalized", "quantizing", "rerunning"]
 
 
 def observing(
@@ -100,6 +102,12 @@ def comparing(
             UseEqualized(equalized=equalized),  # after comparing, which compares what is read
         )
     )
+
+
+def rerunning(pipeline: Pipeline) -> Pipeline:
+    """Return the same for a rerun, which is eager, with products by the faster library."""
+    faster = (SpeedUpProducts(),) if onednn_is_faster() else ()
+    return Pipeline((*pipeline.passes, *faster))  # last: the other passes look for linear ops
 
 
 def _pruning(outputs: bool) -> tuple[Pass, ...]:

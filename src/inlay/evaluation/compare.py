@@ -106,9 +106,8 @@ def _in_memory(
     def finished() -> Finished:
         shown = watched(batches, "comparing", show=calibration.show_progress)
         for index, batch in enumerate(shown):
-            compares = index < LAYER_BATCHES
-            plain = rerun.outputs(batch, Phase.COMPARE) if compares else run_eagerly(model, batch)
-            yield batch, plain, rerun.outputs(batch, Phase.QUANTIZE)
+            plain = Phase.COMPARE if index < LAYER_BATCHES else Phase.PLAIN
+            yield batch, rerun.outputs(batch, plain), rerun.outputs(batch, Phase.QUANTIZE)
 
     yield calibration.plan, finished()
 

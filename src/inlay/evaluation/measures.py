@@ -14,9 +14,9 @@ from inlay.report.data import Change, Estimate, Finding
 __all__ = ["NO_LABEL", "Choices", "Compared", "Measure", "Vectors", "chunks", "next_tokens"]
 
 NO_LABEL = -100  # marks a position without a label, as in transformers
-# Numbers compared at a time: 16 MB in float32, of which there are several copies, while the logits
-# of a batch may be gigabytes.
-_CHUNK = 1 << 22
+# Numbers compared at a time: several copies of 4 MB fit into a cache, while the logits of a batch
+# may be gigabytes.
+_CHUNK = 1 << 20
 
 
 def chunks(rows: int, columns: int) -> Iterator[slice]:

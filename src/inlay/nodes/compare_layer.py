@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 
 from inlay.model import Weight
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.nodes.routing import row_groups, valid_rows
+from inlay.products import product
 
 __all__ = ["POWERS", "CompareLayer"]
 
@@ -31,10 +31,12 @@ class CompareLayer:
 
     :param weights: the weights of the parameter, without names, which blocks do not share
     :param quantize: how the input is quantized; None if it is not
+    :param is_product: whether the output is the product in float32, without a bias or rounding
     """
 
     weights: tuple[Weight, ...]
     quantize: QuantizeDequantize | None
+    is_product: bool = False
     __name__ = "compare_layer"
 
     @torch.no_grad()
@@ -64,7 +66,8 @@ class CompareLayer:
             found = output.flatten(0, -2)[rows]
             for view, powers in own:
                 matrices = view.read(weight), view.read(folded)
-                _add_powers(powers, given, given_quantized, view.outputs_of(found), *matrices)
+                out = view.outputs_of(found)
+                _add_powers(powers, given, given_quantized, out, *matrices, self.is_product)
 
 
 def _add_powers(
@@ -74,12 +77,14 @@ def _add_powers(
     output: torch.Tensor,
     weight: torch.Tensor,
     folded: torch.Tensor,
+    is_product: bool,
 ) -> None:
     """Add the powers of some rows to the sums of a layer.
 
     :param value: rows of the input, in float32
     :param quantized: the same quantized, or the same tensor if the input is not
     :param folded: the quantized weight, or the same tensor if the weight is not
+    :param is_product: see `CompareLayer`
     """
     if quantized is not value:
         sums[2] += _power(value)
@@ -87,7 +92,8 @@ def _add_powers(
     sums[4] += len(value)
     wide = weight.float()
     is_same = folded.data_ptr() == weight.data_ptr()
-    error = _error_of(value, quantized, wide, wide if is_same else folded.float())
+    exact = output if is_product else None
+    error = _error_of(value, quantized, wide, wide if is_same else folded.float(), exact)
     step = max(1, _CHUNK // len(weight))
     for start in range(0, len(value), step):
         part = slice(start, start + step)
@@ -100,19 +106,27 @@ def _picked(value: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
 
 
 def _error_of(
-    value: torch.Tensor, quantized: torch.Tensor, weight: torch.Tensor, folded: torch.Tensor
+    value: torch.Tensor,
+    quantized: torch.Tensor,
+    weight: torch.Tensor,
+    folded: torch.Tensor,
+    exact: torch.Tensor | None,
 ) -> Callable[[slice], torch.Tensor]:
     """Return a function that computes the error of a layer's output, for some rows of its input.
 
     The bias is in both outputs, so it is no part of the error. Where only one operand is quantized
     the error is a single product, and exact also where the outputs are large beside it.
+
+    :param exact: the product of value and weight, if it is known
     """
     if quantized is value:
         difference = folded - weight
-        return lambda rows: F.linear(value[rows], difference)
+        return lambda rows: product(value[rows], difference)
     if folded is weight:
-        return lambda rows: F.linear(quantized[rows] - value[rows], weight)
-    return lambda rows: F.linear(quantized[rows], folded) - F.linear(value[rows], weight)
+        return lambda rows: product(quantized[rows] - value[rows], weight)
+    if exact is not None:
+        return lambda rows: product(quantized[rows], folded) - exact[rows]
+    return lambda rows: product(quantized[rows], folded) - product(value[rows], weight)
 
 
 def _power(values: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 from compressed_tensors.quantization.lifecycle import quantize
 
+from inlay.nodes.quantize import parts_by_rows
 from inlay.ranges.args import key_of
 from inlay.torch_private import has_integer_product, integer_product
 
@@ -148,8 +149,9 @@ def integer_weight(
     weight: torch.Tensor, scale: torch.Tensor, args: QuantizationArgs
 ) -> torch.Tensor:
     """Return the integers that a weight is stored as."""
-    integers: torch.Tensor = quantize(weight.detach(), scale, None, args, dtype=torch.int8)
-    return integers
+    parts = parts_by_rows(weight.detach(), args, {"scale": scale})
+    found = [quantize(part, own["scale"], None, args, dtype=torch.int8) for part, own in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def column_sums(weight: torch.Tensor) -> torch.Tensor:

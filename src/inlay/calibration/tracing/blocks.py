@@ -23,6 +23,8 @@ from torch.fx import Node
 from inlay.calibration.tracing.strategies import Enclosed, left_alone
 from inlay.errors import GraphError
 from inlay.nodes.call_body import CallBody
+from inlay.nodes.fast_linear import fast_linear, is_float32_on_cpu
+from inlay.products import onednn_is_faster
 from inlay.recipe import Plan
 from inlay.torch_private import (
     FakeTensorMode,
@@ -96,6 +98,7 @@ class Blocks:
 
         :param model: the copy, or a function that calls it
         """
+        self._speed_up_around()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._batch.varying, self._batch.calls = _varying([args, kwargs]), 0
@@ -114,6 +117,23 @@ class Blocks:
             return run(*args, **kwargs)
 
         return refreshing
+
+    def _speed_up_around(self) -> None:
+        """Leave products around the blocks, such as that of a head, to the faster library."""
+        inside = {id(each) for block in self._blocks for each in block.counterpart.modules()}
+        for module in self.root.modules():
+            if type(module) is not nn.Linear or "forward" in vars(module):
+                continue
+            if id(module) not in inside:
+                vars(module)["forward"] = partial(self._linear, weakref.ref(module))
+
+    def _linear(self, layer: "weakref.ref[nn.Linear]", value: torch.Tensor) -> torch.Tensor:
+        module = layer()
+        assert module is not None, "a layer that is called is there"
+        can_be_faster = is_float32_on_cpu(value) and is_float32_on_cpu(module.weight)
+        if can_be_faster and self._backend.store.is_rerun and onednn_is_faster():
+            return fast_linear(value, module.weight, module.bias)
+        return type(module).forward(module, value)
 
     def _compiled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(block: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -161,6 +181,13 @@ class Block:
         assert module is not None, "a model that runs has its blocks"
         return module
 
+    @property
+    def counterpart(self) -> nn.Module:
+        """The block in the copy of the model."""
+        module = self._counterpart()
+        assert module is not None, "a model that is traced has its blocks"
+        return module
+
     @staticmethod
     def of(handle: int) -> "Block":
         return _BY_HANDLE[handle]
@@ -188,8 +215,7 @@ class Block:
 
     def fake_outputs(self, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
         """Return what the block returns for arguments without data."""
-        module = self._counterpart()
-        assert module is not None, "a model that is traced has its blocks"
+        module = self.counterpart
         # Blocks with equal weights and arguments return equal shapes.
         tensors = itertools.chain(module.parameters(), module.buffers())
         key = (type(module), module.training, _described([*tensors]), _described([args, kwargs]))
