@@ -113,6 +113,7 @@ class RowOptions:
         "Split of a saved dataset, or the start of the names of files in a folder of data.",
         DATA,
     )
+    text_column: str = _option("text", "Column or key of the texts in the data.", DATA)
     max_length: int = _option(2048, "Cut texts after this many tokens.", DATA, least=1)
     batch_size: int = _option(1, "Rows per batch.", DATA, least=1)
 
@@ -121,6 +122,7 @@ class RowKeywords(TypedDict, total=False):
     """The fields of `RowOptions` as keywords."""
 
     split: str | None
+    text_column: str
     max_length: int
     batch_size: int
 
@@ -129,6 +131,9 @@ class RowKeywords(TypedDict, total=False):
 class DataOptions(RowOptions):
     """Which data is read, and how it is divided into batches."""
 
+    seed: int | None = _option(
+        None, "Shuffle the rows by this seed; by default they keep their order.", DATA, least=0
+    )
     samples: int | None = _option(
         512, "Calibrate on this many rows of the data; None (all) takes all rows.", DATA, least=1
     )
@@ -143,6 +148,7 @@ class DataOptions(RowOptions):
 class DataKeywords(RowKeywords, total=False):
     """The fields of `DataOptions` as keywords."""
 
+    seed: int | None
     samples: int | None
     held_out: int
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-CALIBRATING, HELD_OUT = 64, 48
+CALIBRATING, HELD_OUT = 32, 48
 OBSERVER = "imatrix_mse"
 FORMATS: dict[str, dict[str, Any]] = {
     "W4A16 g64": {"preset": "W4A16", "weights": {"group_size": 64}},
@@ -21,12 +21,21 @@ FORMATS: dict[str, dict[str, Any]] = {
     "NVFP4A16": {"preset": "NVFP4A16", "weights": {}},
     "MXFP4A16": {"preset": "MXFP4A16", "weights": {}},
 }
-INLAY = ("nearest", "mse", "imatrix", "gptq", "gptq imatrix", "gptq local hessian")
+INLAY = (
+    "nearest",
+    "mse",
+    "imatrix",
+    "gptq",
+    "gptq imatrix",
+    "gptq imatrix auto",
+    "gptq local hessian",
+)
 PEER = ("gptq", "gptq imatrix")
 _OBSERVERS = {
     "mse": "memoryless_mse",
     "imatrix": OBSERVER,
     "gptq imatrix": OBSERVER,
+    "gptq imatrix auto": OBSERVER,
     "gptq local hessian": "local_hessian_mse",
 }
 
@@ -88,8 +97,9 @@ def _inlay(model: Any, wanted: dict[str, Any], method: str, calibrating: Any) ->
     import inlay
 
     weights = {**wanted["weights"], "observer": _OBSERVERS.get(method, "memoryless_minmax")}
+    gptq = {"damping": "auto"} if method.endswith("auto") else method.startswith("gptq")
     recipe = inlay.Recipe.from_preset(
-        wanted["preset"], ignore=["lm_head"], weights=weights, gptq=method.startswith("gptq")
+        wanted["preset"], ignore=["lm_head"], weights=weights, gptq=gptq
     )
     start = time.process_time()
     calibration = inlay.Calibration(model, recipe, progress=False)

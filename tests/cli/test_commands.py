@@ -24,14 +24,16 @@ from typer.testing import CliRunner, Result
 import inlay
 from inlay.cli import app
 from inlay.cli.arguments import KvCache
+from inlay.cli.known import preset_rows, use_of_data
 from inlay.cli.outcome import show_result
 from inlay.cli.recipes import KV_CACHES, ObserverChoice, Wanted, run_observer_file
 from inlay.compensation.settings import GPTQ
+from inlay.data.paths import SAMPLE
 from inlay.engine import hessian_room
 from inlay.errors import ConfigurationError, StatisticsError
 from inlay.observers import Observer
 from inlay.options import PANELS
-from inlay.recipe import Recipe, preset_names, recipe_text
+from inlay.recipe import Plan, Recipe, preset_names, recipe_text
 
 OBSERVER_FILE = """
 from inlay.observers import StaticMinMaxObserver, Observer
@@ -198,13 +200,55 @@ def test_schemes() -> None:
     lines = {scheme: " ".join(parts) for scheme, *parts in words}
     assert set(preset_names()) <= set(lines)
     assert lines["W8A8_STATIC"] == (
-        "int8 per channel, symmetric int8 per tensor, asymmetric, static"
+        "int8 per channel, symmetric int8 per tensor, asymmetric, static needed"
     )
-    assert lines["W4A16"] == "int4 in groups of 128, symmetric –"  # noqa: RUF001
+    assert lines["W4A16"] == "int4 in groups of 128, symmetric – better"  # noqa: RUF001
     assert lines["FP8_BLOCK"] == (
-        "float8 in blocks of 128 by 128, symmetric float8 in groups of 128, symmetric, dynamic"
+        "float8 in blocks of 128 by 128, symmetric float8 in groups of 128, symmetric, dynamic "
+        "not needed"
     )
-    assert lines["NVFP4"].endswith("symmetric, dynamic in each group")
+    assert lines["NVFP4"].endswith("needed")
+    assert lines["imatrix_mse"].startswith("weights The range")
+
+
+@pytest.mark.parametrize("preset", sorted({*preset_names()} - {"FP8_BLOCK", "UNQUANTIZED"}))
+def test_the_list_of_schemes_says_what_needs_data(preset: str, folder: Path) -> None:
+    (row,) = (row for row in preset_rows() if row[0] == preset)
+    said, model = use_of_data(row), llama()
+    plain = Plan(model, Recipe.from_preset(preset, weights=_fitting(preset)))
+    best = Plan(model, plain.recipe.with_best_method(has_data=True))
+    assert (said == "needed") == plain.needs_data
+    assert (said == "better") == (best.needs_data and not plain.needs_data)
+
+
+def _fitting(preset: str) -> dict[str, Any] | None:
+    """Groups that divide the columns of the small model."""
+    return {"group_size": 16} if re.match(r"W[2-8]A(16|4|8|FP8)(_ASYM)?$", preset) else None
+
+
+def test_the_size_of_groups(folder: Path, tmp_path: Path, runs: Runs) -> None:
+    common = ("calibrate", folder, "--out", tmp_path / "out")
+    succeeds(*common, "--scheme", "W4A16", "--group-size", 16)
+    (scheme,) = runs.calls[0][0][1].config.config_groups.values()
+    assert (scheme.weights.group_size, scheme.weights.observer) == (16, "memoryless_mse")
+    problem = fails("explain", folder, "--scheme", "W4A16")
+    assert "cannot be divided into groups of 128" in problem
+    assert "Groups of 32 divide the columns of all layers: pass --group-size 32" in problem
+    problem = fails(*common, "--scheme", "W8A8", "--group-size", 16, "--overwrite")
+    assert "W8A8 has no integer weights in groups" in problem
+
+
+def test_the_sample_text_is_for_trying_things_out(
+    folder: Path, texts: Path, tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("calibrate", folder, "--scheme", "W8A8_STATIC", "--sample-text")
+    assert result.exit_code == 0, result.output
+    assert "the sample text is for trying things out" in result.stderr
+    assert runs.calls[0][0][2] == SAMPLE
+    assert "vllm serve tiny-W8A8_STATIC" in result.stdout
+    common = ("calibrate", folder, "--scheme", "W8A8", "--sample-text", "--data", texts)
+    assert "cannot be used with --data" in fails(*common, code=2)
 
 
 def test_observers(tmp_path: Path) -> None:
@@ -363,7 +407,7 @@ def test_usage_is_checked_first(folder: Path, texts: Path, tmp_path: Path) -> No
     recipe.write_text("preset: W8A8")
     both = ("--scheme", "W8A8", "--recipe", recipe)
     assert "give exactly one of them" in fails(*common, *both, code=2)
-    assert "Missing option '--out'" in fails("calibrate", folder, "--data", texts, code=2)
+    assert "Missing option '--out'" in fails("merge", texts, texts, code=2)
     assert "No such command 'calibrat'" in fails("calibrat", code=2)
     assert "Invalid value for '--samples'" in fails(*common, "--samples", 0, code=2)
     assert not out.exists()
@@ -376,6 +420,7 @@ def test_calibrate(folder: Path, texts: Path, tmp_path: Path, runs: Runs) -> Non
         "--samples", 18, "--max-length", 4, "--batch-size", 2, "--count-padding",
         "--accept", "unobserved", "--accept", "unfused", "--compiler", "eager",
         "--dtype", "bfloat16", "--kv-cache", "fp8", "--ignore", "re:.*up_proj", "--resume",
+        "--seed", 3, "--text-column", "prompt",
     )  # fmt: skip
     ((model, recipe, data), options) = runs.calls[0]
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -386,7 +431,9 @@ def test_calibrate(folder: Path, texts: Path, tmp_path: Path, runs: Runs) -> Non
     assert options == {
         "max_length": 4,
         "samples": 18,
+        "seed": 3,
         "split": None,
+        "text_column": "prompt",
         "batch_size": 2,
         "held_out": 16,
         "count_padding": True,
@@ -667,7 +714,10 @@ def test_merge(tmp_path: Path, stored: type[StoredStatistics]) -> None:
     assert succeeds("merge", *parts, "--out", out) == f"{out}\n"
     assert stored.load(out).numbers == [0, 1, 2]
     assert "give at least two" in fails("merge", parts[0], "--out", out, code=2)
-    assert "is not empty; choose another folder" in fails("merge", *parts, "--out", out)
+    assert "is not empty" in fails("merge", *parts, "--out", out)
+    assert "read; name another folder" in fails("merge", *parts, "--out", parts[0], "--overwrite")
+    assert succeeds("merge", *parts[:2], "--out", out, "--overwrite") == f"{out}\n"
+    assert stored.load(out).numbers == [0, 1]
 
 
 def test_report(tmp_path: Path) -> None:

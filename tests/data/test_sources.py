@@ -1,6 +1,8 @@
 """Data from whatever holds it: every row once and in order."""
 
+import itertools
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,41 @@ def test_a_stream_without_end_is_read_as_it_is_asked_for() -> None:
     bounded = batches_of(endless(), samples=4, held_out=2)
     assert (len(bounded), len(bounded.held_out)) == (2, 1)
     assert len(list(bounded)) == len(list(bounded)) == 2
+
+
+@given(seed=st.integers(0, 9), samples=st.integers(1, 9), held_out=st.integers(0, 3))
+def test_a_seed_shuffles_rows_before_they_are_chosen(
+    seed: int, samples: int, held_out: int
+) -> None:
+    texts = [f"w{number}" for number in range(12)]
+    found = batches_of(
+        texts, tokenizer=word_tokenizer(), seed=seed, samples=samples, held_out=held_out
+    )
+    order = [f"w{number}" for number in range(12)]
+    random.Random(seed).shuffle(order)
+    chosen = [word_tokenizer().decode(batch["input_ids"][0]) for batch in found]
+    kept = [word_tokenizer().decode(batch["input_ids"][0]) for batch in found.held_out]
+    assert (chosen, kept) == (order[:samples], order[samples : samples + held_out])
+    assert found.source.endswith(f"shuffled by seed {seed}")
+
+
+def test_a_stream_without_end_cannot_be_shuffled() -> None:
+    endless = ({"input_ids": torch.ones(1, 2)} for _ in itertools.count())
+    with pytest.raises(ConfigurationError, match="cannot be shuffled; leave out seed"):
+        batches_of(endless, seed=0)
+
+
+def test_the_column_of_texts_has_any_name(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "w1 w2", "text": 5}\n')
+    rows = [{"prompt": "w1 w2"}]
+    for data in (path, rows):
+        (batch,) = batches_of(data, tokenizer=word_tokenizer(), text_column="prompt", held_out=0)
+        assert batch["input_ids"].shape == (1, 2)
+    with pytest.raises(ConfigurationError, match=r"line 1: text must be a text, got 5"):
+        batches_of(path, tokenizer=word_tokenizer())
+    with pytest.raises(ConfigurationError, match=r"has prompt; .*\(--text-column\)"):
+        batches_of(rows, tokenizer=word_tokenizer())
 
 
 def test_a_source_that_begins_anew_is_read_again() -> None:

@@ -238,7 +238,7 @@ def test_a_block_that_the_last_column_cuts_off_is_refused() -> None:
         ({"targets": ["LlamaRMSNorm"]}, "is a LlamaRMSNorm; only Linear, Embedding and attention"),
         (
             {"weights": {"group_size": 48}},
-            r"does not fit.*q_proj, .*lm_head: 32 columns.*groups of 48",
+            r"does not fit.*q_proj, .* and 5 more: 32 columns.*groups of 48.*--group-size 32",
         ),
     ],
 )

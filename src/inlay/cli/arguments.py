@@ -20,8 +20,10 @@ __all__ = [
     "NoComparison",
     "ObserverFile",
     "Out",
+    "ProposedOut",
     "Quiet",
     "RecipeOptions",
+    "SampleText",
     "Stream",
     "data_option",
     "file_option",
@@ -92,6 +94,14 @@ MethodOption = Annotated[
         rich_help_panel=RECIPE,
     ),
 ]
+SampleText = Annotated[
+    bool,
+    typer.Option(
+        "--sample-text",
+        help="Calibrate on a short text that comes with Inlay, to try things out only.",
+        rich_help_panel=DATA,
+    ),
+]
 KeepHessians = Annotated[
     bool,
     typer.Option(
@@ -105,6 +115,16 @@ Out = Annotated[
     Path,
     typer.Option(
         help="Folder to write.", file_okay=False, show_default=False, rich_help_panel=OUTPUT
+    ),
+]
+ProposedOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        help="Folder to write.",
+        file_okay=False,
+        show_default="MODEL-SCHEME",
+        rich_help_panel=OUTPUT,
     ),
 ]
 NoComparison = Annotated[
@@ -158,6 +178,16 @@ class RecipeOptions:
         ),
     ] = None
     observer_file: ObserverFile = None
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Columns of a weight that share a scale, in place of what the scheme or the "
+            "recipe says.",
+            show_default=False,
+            rich_help_panel=RECIPE,
+        ),
+    ] = None
     ignore: Annotated[
         list[str] | None,
         typer.Option(

@@ -118,7 +118,7 @@ def _annotation(cls: Any, own: Field[Any]) -> Any:
     is_optional = own.default is None
     if said["choices"]:
         kind = _choice(said["choices"])
-    elif said["least"] is not None and "None" in str(own.type):
+    elif said["least"] is not None and "None" in str(own.type) and not is_optional:
         settings |= {"parser": partial(_count_or_all, said["least"]), "metavar": "INTEGER|all"}
     elif said["least"] is not None:
         kind, settings["min"] = int, said["least"]

@@ -26,6 +26,7 @@ __all__ = [
     "preset_names",
     "preset_rows",
     "presets_in_registry",
+    "use_of_data",
 ]
 
 Row = tuple[str, ...]
@@ -184,7 +185,20 @@ def compiler_names() -> tuple[str, ...]:
 def needs_data(preset: str) -> bool:
     """Return whether a preset observes inputs, as far as that is known without importing."""
     inputs = {name: words for name, _, words in _written_presets() or ()}
-    return inputs.get(preset.upper(), "").endswith(("static", "dynamic in each group"))
+    return _observes(inputs.get(preset.upper(), ""))
+
+
+def _observes(inputs: str) -> bool:
+    return inputs.endswith((", static", "dynamic in each group"))
+
+
+def use_of_data(row: Row) -> str:
+    """Say whether a preset, given as a row, needs calibration data."""
+    _, weights, inputs = row
+    if _observes(inputs):
+        return "needed"
+    # Weights of few bits take GPTQ.
+    return "better" if re.match(r"(int|float)[2-4]\b", weights) else "not needed"
 
 
 def preset_rows() -> tuple[Row, ...]:

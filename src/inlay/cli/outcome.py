@@ -1,5 +1,6 @@
 """The result of a run in a few lines."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -114,6 +115,8 @@ def _facts(run: "Run | Streamed", out: Path) -> dict[str, str]:
         facts[change.name] = " → ".join(measured(*value) for value in values)
     if data is not None:
         facts["report"] = str(out / "report.html")
+    facts["serve"] = f"vllm serve {shlex.quote(str(out))}"
+    facts["try"] = f'inlay run {shlex.quote(str(out))} --text "…"'
     return facts
 
 

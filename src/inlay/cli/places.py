@@ -4,10 +4,18 @@ import os
 from pathlib import Path
 
 from inlay.checkpoint.source import Source
+from inlay.cli.arguments import RecipeOptions
 from inlay.errors import ConfigurationError
 from inlay.options import LoadOptions, keywords_of
 
-__all__ = ["require_apart", "source_of", "statistics_folder"]
+__all__ = ["proposed", "require_apart", "source_of", "statistics_folder"]
+
+
+def proposed(model: str, options: RecipeOptions) -> Path:
+    """Return the folder to write if the user names none: that of the model, and its scheme."""
+    name = os.path.basename(os.path.realpath(os.path.expanduser(model)))
+    scheme = options.scheme or (options.recipe.stem if options.recipe is not None else "quantized")
+    return Path(f"{name}-{scheme}")
 
 
 def source_of(model: str, options: LoadOptions) -> Source:

@@ -75,6 +75,7 @@ class Wanted:
     scheme: str | None = None
     file: Path | None = None
     observers: tuple[ObserverChoice, ...] = ()
+    group_size: int | None = None
     ignore: tuple[str, ...] = ()
     kv_cache: str | None = None
     equalize: "Strength | None" = None
@@ -110,7 +111,7 @@ class Wanted:
         for reason in (reason for reason, needs in reasons.items() if needs and not self.has_data):
             raise ConfigurationError(
                 f"{reason} needs calibration data. Pass --data, or use what needs none, such as "
-                "--scheme W8A8 or W4A16"
+                "--scheme W8A8 or W4A16. --sample-text calibrates on a built-in text, for a try"
             )
 
     def require_recipe(self) -> None:
@@ -161,6 +162,8 @@ class Wanted:
         config = self._start().config.model_copy(deep=True)
         if self.kv_cache is not None:
             config.kv_cache_scheme = QuantizationArgs(**KV_CACHES[self.kv_cache])
+        if self.group_size is not None:
+            _regroup(config, self.group_size, self.scheme or str(self.file))
         for choice in self.observers:
             _choose(config, choice, self.scheme or str(self.file))
         return config
@@ -190,6 +193,7 @@ def wanted_of(options: "RecipeOptions", **given: Any) -> Wanted:
         scheme=options.scheme,
         file=options.recipe,
         observers=tuple(choices),
+        group_size=options.group_size,
         ignore=tuple(options.ignore or ()),
         kv_cache=None if options.kv_cache is None else options.kv_cache.value,
         equalize=_strength(options.equalize),
@@ -239,6 +243,25 @@ def run_observer_file(path: Path) -> list[str]:
             f'{path} registers no observer; decorate its class with @Observer.register("name")'
         )
     return added
+
+
+def _regroup(config: "QuantizationConfig", size: int, source: str) -> None:
+    """Set the size of groups of weights, in every group of layers that has integers in groups."""
+    from inlay.recipe.presets import checked
+
+    found = False
+    for scheme in config.config_groups.values():
+        args = scheme.weights
+        if args is None or args.strategy != "group" or args.type != "int":
+            continue
+        fields = {name: getattr(args, name) for name in type(args).model_fields}
+        scheme.weights = checked(type(args), **{**fields, "group_size": size})
+        found = True
+    if not found:
+        raise ConfigurationError(
+            f"{source} has no integer weights in groups, so --group-size does not apply; leave it "
+            "out, or use a scheme such as W4A16"
+        )
 
 
 def _choose(config: "QuantizationConfig", choice: ObserverChoice, source: str) -> None:

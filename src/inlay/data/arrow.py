@@ -14,11 +14,13 @@ from inlay.errors import ConfigurationError
 __all__ = ["choose_split", "is_saved_dataset", "parquet_count", "parquet_records", "saved_dataset"]
 
 
-def parquet_records(path: Path) -> Iterator[dict[str, Any]]:
+def parquet_records(path: Path, text_column: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a parquet file as mappings, with the columns that rows may have."""
     with _parquet_file(path) as file:
         names = file.schema_arrow.names
-        wanted = [name for name in names if name in COLUMNS] or names  # named in the error
+        wanted = [
+            name for name in names if name in (text_column, *COLUMNS)
+        ] or names  # named in the error
         for batch in file.iter_batches(batch_size=256, columns=wanted):
             yield from batch.to_pylist()
 

@@ -3,15 +3,19 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from inlay.data.arrow import is_saved_dataset, parquet_count, parquet_records, saved_dataset
-from inlay.data.rows import Row, row_of
+from inlay.data.rows import TEXT, Row, row_of
 from inlay.errors import ConfigurationError
+from inlay.options import RowOptions
 
-__all__ = ["StoredRows", "rows_at"]
+__all__ = ["SAMPLE", "StoredRows", "rows_of"]
+
+# A short text for trying things out.
+SAMPLE = Path(__file__).with_name("sample.txt")
 
 _Records = Iterator[tuple[str, Any]]  # each with its place in words
 
@@ -21,27 +25,29 @@ class StoredRows:
     """Rows on disk, read one by one each time they are iterated.
 
     :param name: the name of the file or folder
-    :param records: returns an iterator of rows that are not parsed yet
+    :param records: returns an iterator of rows that are not parsed yet, given the column of texts
     :param count: returns how many rows there are, without reading them
+    :param text_column: the key of the text in a row
     """
 
     name: str
-    records: Callable[[], _Records]
+    records: Callable[[str], _Records]
     count: Callable[[], int]
+    text_column: str = TEXT
 
     def __iter__(self) -> Iterator[Row]:
-        for place, record in self.records():
-            row = row_of(record, place)
+        for place, record in self.records(self.text_column):
+            row = row_of(record, place, self.text_column)
             if row is not None:
                 yield row
 
 
-def rows_at(path: str | os.PathLike[str], split: str | None = None) -> StoredRows:
-    """Return the rows of a file, of all files in a folder, or of a saved dataset.
+def rows_of(path: str | os.PathLike[str], options: RowOptions) -> StoredRows:
+    """Return the rows of a file, of all files in a folder, or of a saved dataset."""
+    return replace(_rows_at(Path(path), options.split), text_column=options.text_column)
 
-    :param split: a split of a saved dataset, or the files of a folder whose names start with it
-    """
-    path = Path(path)
+
+def _rows_at(path: Path, split: str | None) -> StoredRows:
     if path.is_dir() and is_saved_dataset(path):
         return _of_dataset(path, split)
     if path.is_dir():
@@ -60,7 +66,7 @@ def _of_file(path: Path, name: str) -> StoredRows:
     if kind == ".parquet":
         return StoredRows(
             name=name,
-            records=lambda: _numbered(name, "row", parquet_records(path)),
+            records=lambda column: _numbered(name, "row", parquet_records(path, column)),
             count=lambda: parquet_count(path),
         )
     if kind not in _LINES:
@@ -70,7 +76,7 @@ def _of_file(path: Path, name: str) -> StoredRows:
             "on a single text, pass it in a list"
         )
     return StoredRows(
-        name=name, records=lambda: _records_of_lines(path, name), count=lambda: _count_lines(path)
+        name=name, records=lambda _: _records_of_lines(path, name), count=lambda: _count_lines(path)
     )
 
 
@@ -89,7 +95,7 @@ def _of_folder(folder: Path, split: str | None) -> StoredRows:
     parts = [_of_file(file, str(file.relative_to(folder))) for file in chosen]
     return StoredRows(
         name=folder.name or str(folder),
-        records=lambda: (record for part in parts for record in part.records()),
+        records=lambda column: (record for part in parts for record in part.records(column)),
         count=lambda: sum(part.count() for part in parts),
     )
 
@@ -99,7 +105,7 @@ def _of_dataset(folder: Path, split: str | None) -> StoredRows:
     name = folder.name if chosen is None else f"{folder.name}, split {chosen}"
     return StoredRows(
         name=name,
-        records=lambda: _numbered(name, "row", iter(dataset)),
+        records=lambda _: _numbered(name, "row", iter(dataset)),
         count=lambda: len(dataset),
     )
 

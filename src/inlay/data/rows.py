@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from inlay.errors import ConfigurationError
 
-__all__ = ["COLUMNS", "ID_NAMES", "Row", "row_of"]
+__all__ = ["COLUMNS", "ID_NAMES", "TEXT", "Row", "row_of"]
 
 ID_NAMES = ("input_ids", "attention_mask", "token_type_ids")
-# What a row may have. Readers of tables leave out the rest.
-COLUMNS = ("text", "messages", *ID_NAMES)
+TEXT = "text"
+# What a row may have besides a text. Readers of tables leave out the rest.
+COLUMNS = ("messages", *ID_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +33,31 @@ class Row:
         return {"text": "texts", "messages": "chats", "input_ids": "rows of token ids"}[self.kind]
 
 
-def row_of(record: Any, place: str) -> Row | None:
-    """Turn a text or a mapping into a row; return None for a blank text."""
+def row_of(record: Any, place: str, text_column: str = TEXT) -> Row | None:
+    """Turn a text or a mapping into a row; return None for a blank text.
+
+    :param text_column: the key of the text in a mapping
+    """
     if isinstance(record, str):
         return Row(place=place, kind="text", content=record) if record.strip() else None
     if not isinstance(record, Mapping):
         raise ConfigurationError(
-            f"{place} is a {type(record).__name__}; expected a text, or a mapping with text, "
-            "messages or input_ids"
+            f"{place} is a {type(record).__name__}; expected a text, or a mapping with "
+            f"{text_column}, messages or input_ids"
         )
     if record.get("input_ids") is not None:
         ids = {name: _numbers(record[name], name, place) for name in ID_NAMES if name in record}
         return Row(place=place, kind="input_ids", content=ids)
-    if isinstance(record.get("text"), str):
-        return row_of(record["text"], place)
+    text = record.get(text_column)
+    if isinstance(text, str):
+        return row_of(text, place)
     if isinstance(record.get("messages"), Sequence) and record["messages"]:
         return Row(place=place, kind="messages", content=list(record["messages"]))
+    if text is not None:
+        raise ConfigurationError(f"{place}: {text_column} must be a text, got {short(text)}")
     raise ConfigurationError(
-        f"{place} has {', '.join(map(str, record)) or 'nothing'}; expected text, messages or "
-        "input_ids"
+        f"{place} has {', '.join(map(str, record)) or 'nothing'}; expected {text_column}, messages "
+        "or input_ids. Name the column with the texts: text_column=… (--text-column)"
     )
 
 

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from inlay.checkpoint.loading import find_tokenizer, load_tokenizer
 from inlay.checkpoint.stored_model import StoredModel
-from inlay.data.paths import rows_at
+from inlay.data.paths import rows_of
 from inlay.engine.batches import read_batches
 from inlay.engine.run import Run
 from inlay.engine.streamed.finishing import finish
@@ -77,7 +77,7 @@ def stream(
         with stages("reading data"):
             stored = model if isinstance(model, StoredModel) else StoredModel.open(model)
             recipe = Recipe.of(recipe, stored.model, has_data=data is not None)
-            tokenizer = tokenizer or _tokenizer_of(stored, data, options.split)
+            tokenizer = tokenizer or _tokenizer_of(stored, data, options)
             wanted = options if options.report else replace(options, held_out=0)
             batches = read_batches(stored.model, data, tokenizer, wanted)
         run = Run(
@@ -103,9 +103,9 @@ def stream(
     return Streamed(folder=Path(out), recipe=recipe, record=record, peak_memory=memory.peak)
 
 
-def _tokenizer_of(stored: StoredModel, data: Any, split: str | None) -> Any:
+def _tokenizer_of(stored: StoredModel, data: Any, options: StreamOptions) -> Any:
     """Load the tokenizer of a model. Token ids and batches do without, if it has none."""
     is_path = isinstance(data, (str, os.PathLike))
-    first = next(iter(rows_at(data, split)), None) if is_path else None
+    first = next(iter(rows_of(data, options)), None) if is_path else None
     is_text = first is not None and first.kind != "input_ids"
     return (load_tokenizer if is_text else find_tokenizer)(stored.source)

@@ -78,10 +78,10 @@ def columns_problem(columns: int, args: QuantizationArgs) -> str | None:
     """
     if args.strategy == QuantizationStrategy.BLOCK:
         size = args.block_structure[1]
-        what = f"blocks of {size} columns; ignore this layer"
+        what = f"blocks of {size} columns"
     else:
         size = args.group_size
-        what = f"groups of {size}; choose a group_size that divides them, or ignore this layer"
+        what = f"groups of {size}"
     return f"{columns} columns cannot be divided into {what}" if size and columns % size else None
 
 

@@ -113,8 +113,7 @@ def _split_groups(value: torch.Tensor, base_name: str, args: QuantizationArgs) -
     columns = value.size(-1)
     if columns % args.group_size:
         raise ObservationError(
-            f"{base_name}: {columns} columns cannot be divided into groups of {args.group_size}; "
-            "choose a group_size that divides them, or ignore this layer"
+            f"{base_name}: {columns} columns cannot be divided into groups of {args.group_size}"
         )
     return value.reshape(*value.shape[:-1], -1, args.group_size)
 

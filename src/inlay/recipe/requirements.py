@@ -1,10 +1,12 @@
 """What a recipe and a model have to have in common, checked before hours of calibration."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 import torch
+from compressed_tensors.quantization import QuantizationStrategy, QuantizationType
 from compressed_tensors.utils.match import is_match
 from torch import nn
 
@@ -18,10 +20,15 @@ from inlay.recipe.slot import Slot
 
 __all__ = ["require_fitting_shapes", "require_matches", "require_one_scheme", "weight_of"]
 
+_SHOWN = 8  # names in an error
+# Sizes of groups to suggest: powers of two, between these.
+_LARGEST_GROUP, _SMALLEST_GROUP = 128, 16
+
 
 def require_fitting_shapes(weights: Mapping[str, Weight], slots: Iterable[Slot]) -> None:
     """Refuse values that cannot be divided as the recipe asks, before hours of calibration."""
     problems: dict[str, str] = {}  # the first of each module
+    slots = list(slots)
     for slot in slots:
         found = _misfit(slot, weights.get(slot.module))
         if found is not None:
@@ -32,8 +39,32 @@ def require_fitting_shapes(weights: Mapping[str, Weight], slots: Iterable[Slot])
             alike.setdefault(problem, []).append(name)
         raise ConfigurationError(
             "the recipe does not fit these layers: "
-            + "; ".join(f"{', '.join(names)}: {problem}" for problem, names in alike.items())
+            + "; ".join(f"{_shown(names)}: {problem}" for problem, names in alike.items())
+            + f". {_remedy(weights, slots)}"
         )
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _remedy(weights: Mapping[str, Weight], slots: Iterable[Slot]) -> str:
+    """Suggest a size of groups that divides the columns of all integer weights in groups."""
+    columns = [
+        weights[slot.module].shape[-1]
+        for slot in slots
+        if slot.is_weight
+        and slot.args.strategy == QuantizationStrategy.GROUP
+        and slot.args.type == QuantizationType.INT
+    ]
+    size = math.gcd(*columns, _LARGEST_GROUP)
+    if not columns or size < _SMALLEST_GROUP:
+        return "Ignore these layers"
+    return (
+        f"Groups of {size} divide the columns of all layers: pass --group-size {size}, in Python "
+        f'weights={{"group_size": {size}}}, or ignore these layers'
+    )
 
 
 def _misfit(slot: Slot, weight: Weight | None) -> str | None:

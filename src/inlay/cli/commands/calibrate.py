@@ -14,18 +14,19 @@ from inlay.cli.arguments import (
     MethodOption,
     Model,
     NoComparison,
-    Out,
+    ProposedOut,
     Quiet,
     RecipeOptions,
+    SampleText,
     Stream,
     data_option,
 )
 from inlay.cli.known import compiler_names
 from inlay.cli.outcome import interrupted, show_result
-from inlay.cli.places import require_apart, source_of, statistics_folder
+from inlay.cli.places import proposed, require_apart, source_of, statistics_folder
 from inlay.cli.recipes import Wanted, wanted_of
 from inlay.cli.terminal import calm_transformers, tell
-from inlay.data.paths import rows_at
+from inlay.data.paths import SAMPLE, rows_of
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
 from inlay.options import LoadOptions, Options, StreamOptions, WriteOptions, keywords_of
@@ -50,7 +51,6 @@ def calibrate(
     recipe_options: RecipeOptions,
     options: StreamOptions,
     load_options: LoadOptions,
-    out: Out,
     data: Annotated[
         Path | None,
         data_option(
@@ -58,6 +58,8 @@ def calibrate(
             "[b]input_ids[/b]; a folder of these; or a saved dataset."
         ),
     ] = None,
+    sample_text: SampleText = False,
+    out: ProposedOut = None,
     method: MethodOption = MethodName.BEST,
     keep_hessians: KeepHessians = False,
     no_comparison: NoComparison = False,
@@ -65,6 +67,9 @@ def calibrate(
     quiet: Quiet = False,
 ) -> None:
     """Calibrate a model on text and write the quantized checkpoint."""
+    if sample_text:
+        data = _sample_text(data)
+    out = out or proposed(model, recipe_options)
     require_apart(out, model)
     require_room(out, overwrite=options.overwrite)
     source = source_of(model, load_options)
@@ -82,7 +87,7 @@ def calibrate(
         options = replace(options, held_out=0)
     options = replace(options, progress=False if quiet else None)
     # Refuse data that cannot be read before loading the library and the model.
-    first_row = None if data is None else next(iter(rows_at(data, options.split)), None)
+    first_row = None if data is None else next(iter(rows_of(data, options)), None)
     if data is not None and first_row is None:
         raise ConfigurationError(f"{data} is empty: there is nothing to calibrate on")
     wanted.require_data()
@@ -101,6 +106,17 @@ def calibrate(
         run = _in_memory(loaded, source, wanted, data, is_text, out, options)
     if is_first() and not quiet:
         show_result(run, out)
+
+
+def _sample_text(data: Path | None) -> Path:
+    if data is not None:
+        raise typer.BadParameter("cannot be used with --data", param_hint="--sample-text")
+    if is_first():
+        tell(
+            "warning: the sample text is for trying things out. Calibrate on your own data before "
+            "you use the model"
+        )
+    return SAMPLE
 
 
 def _was_streamed(out: Path) -> bool:

@@ -7,14 +7,13 @@ from typing import Annotated
 import typer
 
 from inlay.cli.app import QUANTIZE, command
-from inlay.cli.arguments import Out, Quiet, RecipeOptions
+from inlay.cli.arguments import Out, ProposedOut, Quiet, RecipeOptions
 from inlay.cli.flags import Only
 from inlay.cli.outcome import show_result
-from inlay.cli.places import require_apart, source_of
+from inlay.cli.places import proposed, require_apart, source_of
 from inlay.cli.recipes import wanted_of
 from inlay.cli.terminal import calm_transformers
-from inlay.errors import ConfigurationError
-from inlay.files import require_room
+from inlay.files import new_folder, require_room
 from inlay.options import MODEL, LoadOptions, StreamOptions, WriteOptions, keywords_of
 from inlay.ranks.identity import is_first
 
@@ -46,10 +45,11 @@ def requantize(
     recipe_options: RecipeOptions,
     options: Annotated[StreamOptions, Only("accept", "overwrite", "max_shard_size", "report")],
     load_options: LoadOptions,
-    out: Out,
+    out: ProposedOut = None,
     quiet: Quiet = False,
 ) -> None:
     """Write another checkpoint from saved statistics, without running the model."""
+    out = out or proposed(model, recipe_options)
     require_apart(out, model, statistics)
     require_room(out, overwrite=options.overwrite)
     source = source_of(model, load_options)
@@ -90,16 +90,17 @@ def merge(
         ),
     ],
     out: Out,
+    options: Annotated[WriteOptions, Only("overwrite")],
 ) -> None:
     """Merge statistics of several runs with the same recipe, as if one run saw all the data."""
     if len(statistics) < 2:
         raise typer.BadParameter("give at least two", param_hint="STATISTICS")
     require_apart(out, *statistics)
-    if out.exists() and any(out.iterdir()):
-        raise ConfigurationError(f"{out} is not empty; choose another folder")
-    require_room(out)
+    require_room(out, overwrite=options.overwrite)
     from inlay.statistics.on_disk import StoredStatistics
 
     loaded = map(StoredStatistics.load, statistics)
-    functools.reduce(lambda one, other: one.merge(other), loaded).save(out)
+    merged = functools.reduce(lambda one, other: one.merge(other), loaded)
+    with new_folder(out, overwrite=options.overwrite) as folder:
+        merged.save(folder)
     typer.echo(out)

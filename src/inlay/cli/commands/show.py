@@ -8,7 +8,7 @@ import typer
 from inlay.cli.app import INSPECT, command
 from inlay.cli.arguments import Model, ObserverFile, RecipeOptions
 from inlay.cli.flags import Without
-from inlay.cli.known import observer_rows, preset_rows
+from inlay.cli.known import observer_rows, preset_rows, use_of_data
 from inlay.cli.outcome import report_data
 from inlay.cli.places import source_of
 from inlay.cli.recipes import run_observer_file, wanted_of
@@ -94,11 +94,15 @@ def report(
     example="inlay schemes",
 )
 def schemes() -> None:
-    """List the presets for --scheme."""
-    rows = table("scheme", "weights", "input activations")
+    """List the presets for --scheme, whether they need data, and the observers to choose from."""
+    rows = table("scheme", "weights", "input activations", "data")
     for row in preset_rows():
-        rows.add_row(*row)
+        rows.add_row(*row, use_of_data(row))
     console().print(rows)
+    chosen = table("observer", "for", "range")
+    for name, part, _, words in observer_rows():
+        chosen.add_row(name, part, words)
+    console().print(chosen)
 
 
 @command(
