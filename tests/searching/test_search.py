@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from compared import decisive, in_folder
+from compared import TEXTS, decisive, in_folder
 from families import bert, deepseek_v3
 from safetensors.torch import load_file
 from tokens import word_tokenizer
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import inlay
+from inlay.cli import app
 from inlay.errors import ConfigurationError
 from inlay.searching import Found, Scores
 
@@ -151,6 +153,32 @@ def test_scores_come_back_from_a_file(model: torch.nn.Module, found: Found, tmp_
         inlay.search(model, scores=scores, formats=FORMATS, bits=6, method="plain")
     with pytest.raises(ConfigurationError, match="a model with other weights"):
         inlay.search(decisive(num_hidden_layers=1), scores=scores, formats=FORMATS, bits=6)
+
+
+def test_the_command_writes_a_recipe(model: torch.nn.Module, tmp_path: Path) -> None:
+    folder, data = in_folder(model, tmp_path / "plain"), tmp_path / "texts.txt"
+    data.write_text("\n".join(TEXTS * 3))
+    recipe, other = tmp_path / "recipe.yaml", tmp_path / "other.yaml"
+
+    def run(*arguments: object) -> Any:
+        return CliRunner().invoke(app, ["search", *map(str, arguments)])
+
+    both = ("--formats", FORMATS, "--held-out", 2)
+    done = run(folder, "--data", data, "--bits", 6, "--out", recipe, *both)
+    assert done.exit_code == 0, done.output
+    for words in ("recipe", "target", "6 bits per weight", "KL divergence", "held-out rows"):
+        assert words in done.stdout
+    chosen = inlay.Recipe.from_yaml(recipe)
+    assert {g.weights.num_bits for g in chosen.config.config_groups.values()} == {4, 8}
+    scores = recipe.with_suffix(".scores.json")
+    done = run(folder, "--scores", scores, "--size", "40KB", "--out", other, "--formats", FORMATS)
+    assert done.exit_code == 0, done.output
+    assert "predicted" in done.stdout
+    assert other.exists()
+    refused = run(folder, "--scores", scores, "--bits", 5, "--out", other, "--formats", FORMATS)
+    assert refused.exit_code == 1
+    assert "pass --overwrite" in refused.stderr
+    assert run(folder, "--data", data, "--out", tmp_path / "new.yaml").exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,11 @@ def by_hooks(model: nn.Module, names: list[str]) -> dict[str, torch.Tensor]:
     return {name: output.grad.flatten(0, 1)[VALID] for name, output in kept.items()}
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["with gradients", "frozen"])
-def test_layers_of_a_language_model(trained: bool) -> None:
-    model = llama(initializer_range=0.25).requires_grad_(trained)
+@pytest.mark.parametrize(
+    ("trained", "depth"), [(True, 2), (False, 2), (False, 1)], ids=["plain", "frozen", "no blocks"]
+)
+def test_layers_of_a_language_model(trained: bool, depth: int) -> None:
+    model = llama(initializer_range=0.25, num_hidden_layers=depth).requires_grad_(trained)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     plan = plan_of(model)
     found = sensitivities(model, plan, [{"input_ids": IDS, "attention_mask": MASK}])
@@ -94,7 +96,7 @@ def test_encoders_count_their_vectors_as_means() -> None:
     assert float(last.mean.min()) > 0
 
 
-def test_models_without_blocks_are_refused() -> None:
+def test_models_that_predict_nothing_are_refused() -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -103,5 +105,5 @@ def test_models_without_blocks_are_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.fc(x)
 
-    with pytest.raises(ConfigurationError, match=r"Alone has no blocks.*--forward-only"):
+    with pytest.raises(ConfigurationError, match=r"neither logits nor .*--forward-only"):
         sensitivities(Alone(), plan_of(Alone()), [{"x": torch.ones(2, 4)}])

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from inlay.engine.run import Run
     from inlay.engine.stream import Streamed
     from inlay.report import ReportData
+    from inlay.searching import Found
 
-__all__ = ["interrupted", "report_data", "show_comparison", "show_result"]
+__all__ = ["interrupted", "report_data", "show_comparison", "show_result", "show_search"]
 
 # Measures of a comparison, in words.
 _MEASURES = {
@@ -61,6 +62,35 @@ def show_result(run: "Run | Streamed", out: Path) -> None:
     console().print(grid)
     for text in run.record.advice:
         console().print(f"warning: {text}.", soft_wrap=True)
+
+
+def show_search(found: "Found", out: Path) -> None:
+    """Print what a search found, and where it was written."""
+    from collections import Counter
+
+    from rich.table import Table
+
+    from inlay.report.numbers import count, measured, number, size
+
+    formats = Counter(found.formats.values())
+    facts = {
+        "recipe": str(out),
+        "target": str(found.target),
+        "bits": f"{number(found.bits)} per weight, without scales",
+        "size": size(found.size),
+        "layers": ", ".join(f"{count(n)} in {name}" for name, n in formats.most_common()),
+    }
+    if found.scores.left:
+        facts["left"] = f"{count(len(found.scores.left))} layers stay as they are"
+    if found.kl is not None:
+        facts["KL divergence"] = f"{measured(found.kl.value, found.kl.interval)}, held-out rows"
+    elif found.predicted_kl is not None:
+        facts["KL divergence"] = f"{number(found.predicted_kl)}, predicted"
+    facts["scores"] = str(out.with_suffix(".scores.json"))
+    grid = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        grid.add_row(name, value)
+    console().print(grid)
 
 
 def _dtype_to_load(folder: Path) -> str | None:

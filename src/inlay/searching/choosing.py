@@ -34,7 +34,7 @@ def search(
     max_kl: float | None = None,
     formats: str | Iterable[str] = DEFAULT_FORMATS,
     method: Method = "best",
-    ignore: Iterable[str] | None = None,
+    ignore: Iterable[str] = (),
     forward_only: bool = False,
     scores: Scores | None = None,
     tokenizer: Any = None,
@@ -55,7 +55,7 @@ def search(
         stay as they are
     :param method: `best` chooses observers and GPTQ where formats name none, as `inlay calibrate`
         does; `plain` rounds to nearest
-    :param ignore: layers that stay as they are, as in `Recipe.from_preset`
+    :param ignore: layers that stay as they are, besides the head; see `Recipe.from_preset`
     :param forward_only: score by the error of each layer relative to its output, without gradients.
         It needs less time and memory, and chooses worse
     :param scores: those of an earlier search, with which another target takes seconds. Nothing is
@@ -64,11 +64,11 @@ def search(
     """
     target = Target.of(bits, size, max_kl)
     known, gptq = parse_formats(formats, method)
-    ignored = None if ignore is None else list(ignore)
+    ignored = list(ignore)
     settings = {
         "formats": ", ".join(each.name for each in known),
         "method": method,
-        "ignore": "the head" if ignored is None else ", ".join(ignored) or "none",
+        "ignore": ", ".join(ignored) or "the head alone",
         "forward_only": str(forward_only),
     }
     if scores is not None:

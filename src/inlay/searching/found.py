@@ -1,7 +1,9 @@
 """The result of a search."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from inlay.files import write_atomically
 from inlay.recipe import Recipe
 from inlay.report.data import Estimate
 from inlay.searching.recipes import modifier_text
@@ -67,6 +69,13 @@ class Found:
             f"{self._loss()}",
         )
         return modifier_text(self.recipe, comments)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the recipe, and beside it the scores, for other targets."""
+        path = Path(path)
+        write_atomically(path, self.to_yaml())
+        self.scores.save(path.with_suffix(".scores.json"))
+        return path
 
     def _loss(self) -> str:
         if self.kl is not None:

@@ -1,6 +1,7 @@
 """Score all formats of all layers of a model, and measure choices among them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class Scoring:
     """The scores of a model, with the quantized weights that they are of.
 
     :param gptq: how rounding errors are compensated in all layers
-    :param ignore: layers that stay as they are; None for the head
+    :param ignore: layers that stay as they are, besides the head
     :param settings: what scores depend on besides model and data, in words
+    :ivar by_format: the costs of all formats by layer, with the weights in them
     """
 
     def __init__(
@@ -51,13 +53,13 @@ class Scoring:
         *,
         formats: Sequence[Format],
         gptq: GPTQ | None,
-        ignore: Sequence[str] | None,
+        ignore: Sequence[str],
         forward_only: bool,
         settings: Mapping[str, str],
         options: Options,
     ) -> None:
         require_full_precision(getattr(model, "config", None), model_name(model))
-        self._model, self._formats, self._gptq = model, formats, gptq
+        self.model, self._formats, self._gptq = model, formats, gptq
         self._options = options
         batches = read_batches(model, data, tokenizer, options)
         self._held_out = batches.held_out
@@ -69,7 +71,7 @@ class Scoring:
             known = sensitivities(model, observed.plan, some, options.progress)
         left: dict[str, str] = {}
         units = dict(self._units(observed, known, left))
-        self._by_format = [
+        self.by_format = [
             self._costs(observed, [unit for unit in units if place in units[unit]], place, known)
             for place in range(len(formats))
         ]
@@ -97,10 +99,10 @@ class Scoring:
             return known.kl.value
         weights: dict[str, torch.Tensor] = {}
         for number, unit in enumerate(self.scores.units):
-            found = self._by_format[self.scores.format_of(number, choice)].weights
+            found = self.by_format[self.scores.format_of(number, choice)].weights
             weights |= {name: found[name] for name in unit.layers if name in found}
         estimates = compare_replaced(
-            self._model, self._views, weights, self._held_out, self._options.progress
+            self.model, self._views, weights, self._held_out, self._options.progress
         )
         if "kl" not in estimates:
             return None
@@ -174,7 +176,7 @@ class Scoring:
     def _scored(self, observed: Calibration, unit: Unit, places: Sequence[int]) -> UnitScore:
         views = [self._views[name] for name in unit.layers]
         itemsize = observed.graphs.weights.original(views[0]).element_size()
-        costs = [self._by_format[place] for place in places]
+        costs = [self.by_format[place] for place in places]
         return UnitScore(
             layers=unit.layers,
             targets=unit.targets,
@@ -187,7 +189,7 @@ class Scoring:
 
 
 def _observed(
-    model: nn.Module, batches: Batches, ignore: Sequence[str] | None, options: Options
+    model: nn.Module, batches: Batches, ignore: Sequence[str], options: Options
 ) -> Calibration:
     """Run the data through a calibration that gathers XᵀX and the importance of inputs.
 
@@ -198,7 +200,8 @@ def _observed(
         weights={"strategy": "channel", "observer": "imatrix_mse"},
         gptq={"keep_hessians": True},
         ignore=ignore,
-    ).for_model(model)
+    )
+    recipe = replace(recipe, keeps_head=True).for_model(model)
     keeper = Keeper(None, model_name(model), recipe, batches)
     run = keeper.begin(
         model,

@@ -89,12 +89,11 @@ class _Gathered:
         ends: torch.Tensor | None,
     ) -> None:
         owner = self._plan.owner(weight, kind)
-        if owner is None:
-            return
         rows = gradient.flatten(0, -2).float()
-        if owner not in self._plan.stacks:
+        if owner in self._plan.weights:
             self._add(self._plan.weights[owner], rows)
-            return
+        if owner not in self._plan.stacks:
+            return  # the recipe leaves it as it is
         by_index = self._plan.stacks[owner].by_index
         for part, views in zip(row_groups(ends, None), by_index, strict=True):
             for view in views:

@@ -44,14 +44,14 @@ Gradients = Callable[[torch.Tensor, str, torch.Tensor, torch.Tensor | None], Non
 class TracedModel:
     """A copy of a model that shares its weights, and whose blocks are traced when they first run.
 
+    A model without blocks is traced as a whole.
+
     :param take: is given the gradient of each product's output, block by block
     """
 
     def __init__(self, model: nn.Module, take: Gradients) -> None:
         self._copied, self._take = SharedCopy(model), take
-        blocks = block_modules(model)
-        if not blocks:
-            raise GraphError(f"{type(model).__name__} has no blocks: no modules stand in a row")
+        blocks = block_modules(model) or {"": model}
         self._tape: list[_Ran] = []
         run = {
             cls: self._compiled(cls.forward) for cls in {type(block) for block in blocks.values()}
