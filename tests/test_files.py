@@ -251,6 +251,23 @@ def test_a_file_whose_folder_cannot_be_made_is_named(unmakeable: tuple[Path, str
         write_atomically(place, "new")
 
 
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, "make room or name another place"),
+        (errno.EFBIG, r"\(ulimit -f\), or pass --max-shard-size"),
+        (errno.EIO, "name another place"),
+    ],
+)
+def test_the_advice_fits_the_failure(tmp_path: Path, code: int, advice: str) -> None:
+    def write() -> None:
+        with new_folder(tmp_path / "out"):
+            raise OSError(code, os.strerror(code))
+
+    with pytest.raises(CheckpointError, match=rf"Nothing was changed there; .*{advice}, and try"):
+        write()
+
+
 def test_a_file_inside_a_folder_fails_with_one_message(
     old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

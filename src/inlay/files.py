@@ -1,6 +1,7 @@
 """Files and folders that appear complete or not at all."""
 
 import contextlib
+import errno
 import fnmatch
 import os
 import shutil
@@ -28,6 +29,12 @@ __all__ = [
 ]
 
 _PARTIAL = ".partial"  # ends the name of something that is still being written
+_ROOM = "make room or name another place"
+_REMEDIES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f), or pass --max-shard-size",
+}
 _REPLACED = ".replaced"  # ends the name of an old folder until the new one is in its place
 
 
@@ -256,7 +263,7 @@ def _unwritten(target: Path, partial: Path, error: OSError) -> CheckpointError:
         reason = f"{reason} (writing {Path(os.fsdecode(file)).name})"
     report = CheckpointError(
         f"{target} could not be written: {reason}. {_free_space(target)}Nothing was changed there; "
-        "make room or name another place, and try again"
+        f"{_REMEDIES.get(error.errno or 0, 'name another place')}, and try again"
     )
     report.errno = error.errno
     return report

@@ -392,10 +392,10 @@ def test_stored_statistics_are_reported_as_well() -> None:
 # Findings
 
 
-def slot(name: str = "layers.0.fc", **changes: Any) -> SlotRecord:
+def slot(module: str = "layers.0.fc", **changes: Any) -> SlotRecord:
     fields = {
-        "name": f"{name}.input",
-        "module": name,
+        "name": f"{module}.input",
+        "module": module,
         "kind": "input",
         "observer": "minmax",
         "format": "int8 per tensor",
@@ -404,6 +404,19 @@ def slot(name: str = "layers.0.fc", **changes: Any) -> SlotRecord:
         "high": 1.0,
     }
     return SlotRecord(**{**fields, **changes})
+
+
+def test_outliers_in_weights_and_inputs_have_advice_of_their_own() -> None:
+    long_tail = Distribution(edges=(0.0, 1.0, 100.0), counts=(9999.0, 1.0))
+    values = {"distribution": long_tail, "low": 0.0, "high": 100.0}
+    slots = [
+        slot("layers.0.fc", **values),
+        slot("layers.1.fc", name="layers.1.fc.weight", kind="weight", **values),
+    ]
+    advice = {finding.about: finding.text for finding in slot_findings(slots)}
+    assert "Per-token scales" in advice["layers.0.fc.input"]
+    assert "Scales per channel or in groups" in advice["layers.1.fc.weight"]
+    assert "oken" not in advice["layers.1.fc.weight"]
 
 
 def test_experts_that_saw_few_tokens() -> None:

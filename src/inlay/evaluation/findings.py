@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median_low
 from typing import Literal
 
@@ -30,6 +30,13 @@ _ENOUGH = 4
 # More cases of one sort become a single finding.
 _EACH = 3
 _NAMED = 5  # how many modules a list names
+_FINER_INPUTS = (
+    "Per-token scales, as in dynamic schemes, help most. An observer that clips, such as histogram "
+    "or mse, helps only if the outliers do not matter."
+)
+_FINER_WEIGHTS = (
+    "Scales per channel or in groups help most. GPTQ compensates the rounding errors that remain."
+)
 
 Severity = Literal["note", "warning"]
 
@@ -50,9 +57,15 @@ def slot_findings(slots: Sequence[SlotRecord], *, equalized: bool = False) -> li
     """
     usual = _Usual((*_kinds(slot), size) for slot in slots if (size := _size(slot)))
     findings = _zero_weights(slots)
-    for are_clipped in (False, True):
-        some = [slot for slot in slots if _clips_outliers(slot) == are_clipped]
-        findings += _outliers(some, are_clipped, equalized)
+    for are_weights, are_clipped in product((False, True), repeat=2):
+        some = [
+            slot
+            for slot in slots
+            if (slot.kind == "weight", _clips_outliers(slot)) == (are_weights, are_clipped)
+        ]
+        findings += _outliers(
+            some, are_weights=are_weights, are_clipped=are_clipped, equalized=equalized
+        )
     findings += _wide([s for s in slots if _outlier_ratio(s) is None], usual, equalized)
     findings += _dead(slots, usual)
     return findings + _few_tokens(slots)
@@ -121,7 +134,9 @@ def unquantized_findings(
     return findings
 
 
-def _outliers(slots: Iterable[SlotRecord], are_clipped: bool, equalized: bool) -> list[Finding]:
+def _outliers(
+    slots: Iterable[SlotRecord], *, are_weights: bool, are_clipped: bool, equalized: bool
+) -> list[Finding]:
     found = []
     for slot in slots:
         ratio = _outlier_ratio(slot)
@@ -142,9 +157,9 @@ def _outliers(slots: Iterable[SlotRecord], are_clipped: bool, equalized: bool) -
     return _grouped(
         found,
         "slots have outliers that set their scale",
-        "A few outliers set the scale, and all other values share a few steps; scales per token, "
-        "as in dynamic schemes, help most. An observer that clips, such as histogram or mse, helps "
-        "only if the outliers do not matter." + _switch(found, equalized),
+        "A few outliers set the scale, and all other values share a few steps. "
+        + (_FINER_WEIGHTS if are_weights else _FINER_INPUTS)
+        + _switch(found, equalized),
     )
 
 
