@@ -12,7 +12,7 @@ from inlay.cli.flags import Without
 from inlay.cli.outcome import show_search
 from inlay.cli.places import source_of
 from inlay.cli.terminal import calm_transformers
-from inlay.data.paths import rows_at
+from inlay.data.paths import rows_of
 from inlay.errors import ConfigurationError
 from inlay.options import DATA, LIMITS, OUTPUT, RECIPE, LoadOptions, Options, keywords_of
 
@@ -125,7 +125,7 @@ def search(
         raise typer.BadParameter(
             "give exactly one of them", param_hint="--bits, --size or --max-kl"
         )
-    first_row = None if data is None else next(iter(rows_at(data, options.split)), None)
+    first_row = None if data is None else next(iter(rows_of(data, options)), None)
     if data is not None and first_row is None:
         raise ConfigurationError(f"{data} is empty: there is nothing to score on")
     from inlay.searching.formats import parse_formats
