@@ -1,5 +1,6 @@
 """The record of a run: its model and data, the time of each stage, and the check of its trace."""
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 __all__ = ["Agreement", "Record", "Stages", "model_name"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +67,22 @@ class Stages:
     """A clock for the stages of a run. Entering a stage again adds to its seconds."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    announced: set[str] = field(default_factory=set)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.announce(name)
         start = time.perf_counter()
         try:
             yield
         finally:
             self.add(name, time.perf_counter() - start)
+
+    def announce(self, name: str) -> None:
+        """Log that a stage begins, the first time."""
+        if name not in self.announced:
+            self.announced.add(name)
+            _log.info(name)
 
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds

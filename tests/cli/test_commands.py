@@ -44,6 +44,10 @@ class Twice(StaticMinMaxObserver):
 """
 
 
+# What commands say while they work.
+STAGES = {"inlay: importing torch and transformers", "inlay: loading the model"}
+
+
 def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, list(map(str, arguments)))
 
@@ -51,7 +55,7 @@ def run(*arguments: object) -> Result:
 def succeeds(*arguments: object) -> str:
     result = run(*arguments)
     assert result.exit_code == 0, result.output
-    assert result.stderr == ""
+    assert set(result.stderr.splitlines()) <= STAGES
     return result.stdout
 
 
@@ -61,7 +65,8 @@ def fails(*arguments: object, code: int = 1) -> str:
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     # Boxes of usage errors are drawn around lines that are broken anywhere.
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
+    said = "\n".join(line for line in result.stderr.splitlines() if line not in STAGES)
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", said).split())
 
 
 @pytest.fixture(scope="session")
@@ -649,7 +654,8 @@ def test_an_interruption_says_how_to_go_on(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_control_c_in_a_real_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_in_a_real_process(number: signal.Signals, tmp_path: Path) -> None:
     """Interrupted while a file of observers runs, which tells when it has begun."""
     path, begun = tmp_path / "slow.py", tmp_path / "begun"
     path.write_text(f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)")
@@ -665,11 +671,11 @@ def test_control_c_in_a_real_process(tmp_path: Path) -> None:
             deadline = time.monotonic() + 60
             while not begun.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             output, errors = process.communicate(timeout=30)
         finally:
             process.kill()
-    assert (process.returncode, output, errors) == (130, "", "inlay: interrupted\n")
+    assert (process.returncode, output, errors) == (128 + number, "", "inlay: interrupted\n")
 
 
 def test_warnings_are_told_in_a_line(
@@ -686,7 +692,7 @@ def test_warnings_are_told_in_a_line(
     result = run(
         "calibrate", folder, "--scheme", "W8A8", "--data", texts, "--out", tmp_path / "out"
     )
-    assert result.stderr == "inlay: warning: an observer cannot be traced\n"
+    assert result.stderr.splitlines()[-1] == "inlay: warning: an observer cannot be traced"
 
 
 def test_requantize(

@@ -4,6 +4,7 @@ Loading downloads nothing and runs no code of a model's author unless asked to. 
 safetensors, or from a GGUF file if one is named.
 """
 
+import logging
 import os
 import warnings
 from collections.abc import Collection
@@ -36,6 +37,8 @@ __all__ = [
     "require_full_precision",
 ]
 
+_log = logging.getLogger(__name__)
+
 # A folder, or a name on the hub whose files are in the local cache; or all of a source.
 Place = str | os.PathLike[str] | Source
 # For classes that are not part of transformers, the end of the name tells the kind of head.
@@ -57,6 +60,7 @@ def load_model(place: Place, **options: Unpack[LoadKeywords]) -> nn.Module:
     :param options: the fields of `LoadOptions`
     """
     source = Source.of(place, **options)
+    _log.info("loading the model")
     config = source.config()
     if dequantized_config(config, source.place):
         from inlay.checkpoint.stored_model import StoredModel

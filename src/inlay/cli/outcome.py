@@ -1,6 +1,7 @@
 """The result of a run in a few lines."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -42,14 +43,14 @@ def interrupted(folder: Path, what: str) -> NoReturn:
     """
     import typer
 
-    from inlay.cli.terminal import tell
+    from inlay.cli.terminal import exit_code, tell
     from inlay.ranks.identity import is_first
 
     if is_first() and folder.exists():
         tell(f"interrupted; {folder} holds the {what} so far: continue with --resume")
     elif is_first():
         tell(f"interrupted before any {what} were saved; nothing was written")
-    raise typer.Exit(130)
+    raise typer.Exit(exit_code(sys.exc_info()[1]))
 
 
 def show_result(run: "Run | Streamed", out: Path) -> None:

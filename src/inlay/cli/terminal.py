@@ -3,12 +3,15 @@
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,7 +27,19 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["calm_transformers", "console", "reported", "table", "tell"]
+__all__ = [
+    "announce_stages",
+    "calm_transformers",
+    "console",
+    "exit_code",
+    "reported",
+    "table",
+    "tell",
+]
+
+
+class _Terminated(KeyboardInterrupt):
+    """The process was asked to end. It ends like one that the user interrupts."""
 
 
 def reported(command: Callable[..., None], *, on_all_ranks: bool = False) -> Callable[..., None]:
@@ -42,15 +57,16 @@ def reported(command: Callable[..., None], *, on_all_ranks: bool = False) -> Cal
         joined = started_by_torchrun()
         if joined and not on_all_ranks and os.environ["RANK"] != "0":
             return
-        with group() if joined else contextlib.nullcontext(), warnings.catch_warnings():
+        # Under torchrun, the signal tells that another process has ended.
+        with group() if joined else _explaining_sigterm(), warnings.catch_warnings():
             warnings.showwarning = _tell_warning  # type: ignore[assignment]
             try:
                 with together():
                     command(*args, **kwargs)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as ending:
                 if _speaks():
                     tell("interrupted")
-                raise typer.Exit(130) from None
+                raise typer.Exit(exit_code(ending)) from None
             except (typer.Exit, typer.Abort, typer.BadParameter) as ending:
                 if not _speaks():
                     raise typer.Exit(getattr(ending, "exit_code", 1)) from None
@@ -111,6 +127,47 @@ def _tell_warning(message: Warning | str, *_where: Any) -> None:
     own = channel()
     if own is None or own.is_news(str(message)):
         tell(f"warning: {message}")
+
+
+def exit_code(interruption: BaseException | None) -> int:
+    """Return the exit code that shells give to a process which a signal ended."""
+    is_terminated = isinstance(interruption, _Terminated)
+    return 128 + (signal.SIGTERM if is_terminated else signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _explaining_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the command as Ctrl-C does, which says how to resume."""
+
+    def end(_number: int, _frame: Any) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are handled in the main thread only
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Lines(logging.Handler):
+    """Prints a record as a line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(record.getMessage())
+
+
+def announce_stages(quiet: bool) -> None:
+    """Print a line when a stage of the run begins, in the first process."""
+    log = logging.getLogger("inlay")
+    for handler in [each for each in log.handlers if isinstance(each, _Lines)]:
+        log.removeHandler(handler)
+    if not quiet and is_first():
+        log.setLevel(logging.INFO)
+        log.addHandler(_Lines())
+        log.info("importing torch and transformers")
 
 
 def calm_transformers(quiet: bool) -> None:

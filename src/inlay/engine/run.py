@@ -61,6 +61,7 @@ class Run(Calibration):
     @contextmanager
     def timing_batch(self) -> Iterator[None]:
         """Time a batch. One in which something was traced or compiled is a stage of its own."""
+        self.stages.announce("calibrating")
         known, begin = self.graphs.compilations, time.perf_counter()
         yield
         name = "calibrating" if self.graphs.compilations == known else "tracing and compiling"

@@ -55,21 +55,24 @@ class _Ranges:
             device_of=self._device_of,
         )
         found: dict[str, QParamsDict] = {}
-        broken = []
+        broken: list[tuple[bool, str]] = []  # a weight may have broken all that follows it
         for name, first in first_of.items():
             answer = answers[first]
             if not isinstance(answer, StatisticsError):
                 found[name] = answer
                 continue
             if name == first:
-                broken.append(str(answer))
+                broken.append((not self.plan.slots[name].is_weight, str(answer)))
                 continue
             # Statistics that several slots share are broken in each, under its own name.
-            broken += [str(own) for _, own in _answers({name: observers[name]})]
+            broken += [
+                (not self.plan.slots[name].is_weight, str(own))
+                for _, own in _answers({name: observers[name]})
+            ]
         if broken and "not_finite" not in self.accept:
             raise StatisticsError(
                 f"{len(broken)} slots have no usable statistics: "
-                + "; ".join(broken)
+                + "; ".join(text for _, text in sorted(broken, key=lambda each: each[0]))
                 + '. finalize(accept={"not_finite"}) leaves them in full precision'
             )
         self._warn_of_zeros(weights)

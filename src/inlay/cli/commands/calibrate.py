@@ -25,7 +25,7 @@ from inlay.cli.known import compiler_names
 from inlay.cli.outcome import interrupted, show_result
 from inlay.cli.places import proposed, require_apart, source_of, statistics_folder
 from inlay.cli.recipes import Wanted, wanted_of
-from inlay.cli.terminal import calm_transformers, tell
+from inlay.cli.terminal import announce_stages, calm_transformers, tell
 from inlay.data.paths import SAMPLE, rows_of
 from inlay.errors import ConfigurationError
 from inlay.files import require_room
@@ -92,6 +92,7 @@ def calibrate(
         raise ConfigurationError(f"{data} is empty: there is nothing to calibrate on")
     wanted.require_data()
     _require_compiler(options.compiler)
+    announce_stages(quiet)
     wanted.require_recipe()
     calm_transformers(quiet)
     if stream is None and options.resume and _was_streamed(out):

@@ -12,7 +12,7 @@ from inlay.cli.flags import Only
 from inlay.cli.outcome import show_result
 from inlay.cli.places import proposed, require_apart, source_of
 from inlay.cli.recipes import wanted_of
-from inlay.cli.terminal import calm_transformers
+from inlay.cli.terminal import announce_stages, calm_transformers
 from inlay.files import new_folder, require_room
 from inlay.options import MODEL, LoadOptions, StreamOptions, WriteOptions, keywords_of
 from inlay.ranks.identity import is_first
@@ -54,6 +54,7 @@ def requantize(
     require_room(out, overwrite=options.overwrite)
     source = source_of(model, load_options)
     wanted = wanted_of(recipe_options)
+    announce_stages(quiet)
     wanted.require_recipe()
     from inlay.checkpoint.loading import find_tokenizer, load_model
     from inlay.engine.calibrate import requantize as requantize_model

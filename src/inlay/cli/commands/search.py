@@ -11,7 +11,7 @@ from inlay.cli.arguments import MethodName, Model, Quiet, data_option, file_opti
 from inlay.cli.flags import Without
 from inlay.cli.outcome import show_search
 from inlay.cli.places import source_of
-from inlay.cli.terminal import calm_transformers
+from inlay.cli.terminal import announce_stages, calm_transformers
 from inlay.data.paths import rows_of
 from inlay.errors import ConfigurationError
 from inlay.options import DATA, LIMITS, OUTPUT, RECIPE, LoadOptions, Options, keywords_of
@@ -128,6 +128,7 @@ def search(
     first_row = None if data is None else next(iter(rows_of(data, options)), None)
     if data is not None and first_row is None:
         raise ConfigurationError(f"{data} is empty: there is nothing to score on")
+    announce_stages(quiet)
     from inlay.searching.formats import parse_formats
     from inlay.searching.scores import Scores
     from inlay.searching.targets import Target
