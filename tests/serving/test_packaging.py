@@ -1,7 +1,9 @@
 """A package runs where Inlay is not installed."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from torch import nn
 
 import inlay
 from inlay import Calibration, ConfigurationError, Recipe
+from inlay.nodes.kernels import missing_kernels
+from inlay.serving.loading import weight_bytes
 
 # `None` makes an import fail.
 ALONE = """
@@ -39,3 +43,19 @@ def test_a_package_loads_without_inlay(tmp_path: Path) -> None:
 def test_a_package_has_a_suffix(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"ends in \.pt2"):
         inlay.package(nn.Linear(2, 2), tmp_path / "model", torch.ones(1, 2))
+
+
+def test_a_quantized_module_lets_go_of_weights_in_full_precision() -> None:
+    model, value = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)), torch.ones(2, 64)
+    calibration = Calibration(model, Recipe.from_preset("W8A8"))
+    calibration.finalize()
+    quantized = calibration.quantized_module(value)
+    expected = quantized(value)
+    weight = weakref.ref(model[0].weight)
+    del model, calibration
+    gc.collect()
+    assert weight() is None
+    outputs = 32 + 8  # each with a scale and a bias in float32
+    if missing_kernels("cpu") is None:
+        assert weight_bytes(quantized) == 64 * 32 + 32 * 8 + outputs * (4 + 4)
+    assert torch.equal(quantized(value), expected)

@@ -207,7 +207,10 @@ def erase_with_inputs(graph: Graph, node: Node) -> None:
 
 
 def bind(gm: GraphModule, values: Mapping[GraphInput, torch.Tensor]) -> GraphModule:
-    """Turn inputs that passes added into constants of the module."""
+    """Turn inputs that passes added into constants of the module, and drop what no op reads.
+
+    Where a weight was folded, the module holds the folded one alone.
+    """
     gm = copy(gm)
     for node, what in added_inputs(gm.graph).items():
         name = node.name
@@ -217,8 +220,10 @@ def bind(gm: GraphModule, values: Mapping[GraphInput, torch.Tensor]) -> GraphMod
         constant.meta = dict(node.meta)
         node.replace_all_uses_with(constant)
         gm.graph.erase_node(node)
-    gm.recompile()
-    return gm
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            gm.graph.erase_node(node)
+    return copy(gm)  # which takes along the attributes that nodes refer to, and no others
 
 
 def tensor_of(gm: GraphModule, node: Any) -> torch.Tensor | None:
