@@ -105,7 +105,8 @@ def test_only_safetensors(folder: Path) -> None:
 
 def test_broken_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not weights")
-    assert refused(folder).startswith(f"cannot load {folder}: ")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read: .*damaged"):
+        load_model(folder)
 
 
 def test_folders_that_are_not_of_a_model(folder: Path, tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_folders_that_are_not_of_a_model(folder: Path, tmp_path: Path) -> None:
     empty.mkdir()
     assert "empty has no config.json: it is not the folder of a model" in refused(empty)
     (folder / "config.json").write_text("{")
-    assert "is not a valid JSON file" in refused(folder)
+    assert "config.json is not JSON" in refused(folder)
 
 
 def test_missing_weights_are_not_made_up(folder: Path) -> None:

@@ -80,6 +80,11 @@ def test_missing_folders_import_nothing_heavy(tmp_path: Path, folder: Path) -> N
     shown, imported = typed("calibrate", tmp_path / "empty", *rest)
     assert "has no config.json" in shown
     assert imported == []
+    for content, problem in (("[1]", "holds a list"), ("{", "is not JSON")):
+        (tmp_path / "empty" / "config.json").write_text(content)
+        shown, imported = typed("calibrate", tmp_path / "empty", *rest)
+        assert f"config.json {problem}" in shown
+        assert imported == []
     shown, imported = typed("calibrate", folder, *rest[:2], "--out", folder.parent)
     assert "which is read; name another folder" in shown
     assert imported == []

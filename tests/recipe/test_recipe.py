@@ -126,7 +126,7 @@ def test_changing_the_bits_changes_the_zero_point() -> None:
     [
         ({"observer": "minmaxx"}, "no observer 'minmaxx'.*static_minmax"),
         ({"observer_kwargs": {"shrink": 1}}, "does not take .* shrink"),
-        ({"bits": 8}, "Its fields are .*num_bits"),
+        ({"num_bit": 8}, "no field num_bit; did you mean num_bits.*Its fields are .*num_bits"),
         ({"num_bits": "many"}, "num_bits"),
         (8, "mapping of their fields"),
     ],

@@ -311,7 +311,8 @@ def test_sizes_and_durations() -> None:
         "1 MB",
         "163 MB",
     ]
-    assert [duration(v) for v in (0.81, 59.99, 133.7, 7265, math.nan)] == [
+    assert [duration(v) for v in (2e-5, 0.81, 59.99, 133.7, 7265, math.nan)] == [
+        "under 0.1 s",
         "0.81 s",
         "60 s",
         "2 min 14 s",

@@ -1,5 +1,6 @@
 """The place of a model, and what may be done to load it. Importing this takes no time."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -78,13 +79,20 @@ class Source(LoadOptions):
 
     def require_config(self) -> None:
         """Refuse a folder that is not that of a model."""
-        if (
-            self.is_folder
-            and self.gguf_file is None
-            and not Path(self.place, "config.json").exists()
-        ):
+        if not self.is_folder or self.gguf_file is not None:
+            return
+        path = Path(self.place, "config.json")
+        if not path.exists():
             raise ConfigurationError(
                 f"{self.place} has no config.json: it is not the folder of a model"
+            )
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path} is not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigurationError(
+                f"{path} holds a {type(content).__name__}; the config of a model is an object"
             )
 
     def config(self) -> Any:

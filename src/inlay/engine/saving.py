@@ -24,7 +24,7 @@ from inlay.statistics.on_disk import FOLDER_NAME, StoredStatistics
 
 __all__ = ["save", "write_report", "write_statistics"]
 
-_WRITING, _COMPARING = "writing", "comparing"
+_WRITING, _COMPARING, _REPORTING = "writing", "comparing", "judging weights"
 
 
 @together()
@@ -58,7 +58,7 @@ def save(
     record = record or Record(model=model_name(model), data="")
     require_servable(statistics.plan, calibration.qparams, accept=accept)
     stages = stages or Stages()
-    stages.forget(_WRITING, _COMPARING)  # an earlier save is not part of this one
+    stages.forget(_WRITING, _COMPARING, _REPORTING)  # an earlier save is not part of this one
     with _folder_of_all(folder, overwrite=overwrite) as partial:
         with stages(_WRITING):
             sizes = save_checkpoint(
@@ -78,7 +78,7 @@ def save(
             stored = calibration.stored(model=record.model, data=record.data)
             write_statistics(partial, stored, recipe)
         if report:
-            with stages(_COMPARING):
+            with stages(_COMPARING if held_out else _REPORTING):
                 comparison = compare(model, calibration, held_out)
             record = replace(record, stages=stages.as_tuple())
             data = report_of(

@@ -1,6 +1,7 @@
 """Look up presets, which are schemes by name, apply changes to them, and choose their method."""
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import pydantic
@@ -143,15 +144,20 @@ def checked(model: type[Any], **fields: Any) -> Any:
     except (pydantic.ValidationError, NotImplementedError, ValueError, TypeError) as error:
         allowed = ", ".join(sorted(model.model_fields))
         raise ConfigurationError(
-            f"{model.__name__}: {_first_problem(error)}. Its fields are {allowed}"
+            f"{model.__name__}: {_first_problem(error, model.model_fields)}. Its fields are "
+            f"{allowed}"
         ) from error
 
 
-def _first_problem(error: Exception) -> str:
+def _first_problem(error: Exception, known: Iterable[str]) -> str:
     if not isinstance(error, pydantic.ValidationError):
         return str(error)
     problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    name = ".".join(map(str, problem["loc"]))
+    if problem["type"] != "extra_forbidden":
+        return f"{name}: {problem['msg']}"
+    meant = get_close_matches(name, known, n=1)
+    return f"there is no field {name}" + (f"; did you mean {meant[0]}?" if meant else "")
 
 
 def names_of(value: Iterable[str], field: str) -> list[str]:

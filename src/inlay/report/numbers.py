@@ -49,6 +49,8 @@ def duration(seconds: float) -> str:
     """Format seconds as seconds, minutes or hours."""
     if not math.isfinite(seconds):
         return MISSING
+    if seconds < 0.1:
+        return "under 0.1 s"
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

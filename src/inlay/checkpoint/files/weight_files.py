@@ -110,9 +110,15 @@ class WeightFiles:
 
 
 def require_shards(folder: Path) -> None:
-    """Refuse an index that names files outside of the folder, or files that are missing."""
-    if (folder / _INDEX).exists() and not (folder / _SINGLE).exists():
-        _expected(folder)
+    """Refuse an index that names files outside of the folder, and missing or damaged files."""
+    if not any((folder / name).exists() for name in (_SINGLE, _INDEX)):
+        return
+    for file in _expected(folder):
+        try:
+            with safe_open(file, framework="pt"):
+                pass  # which reads the header
+        except (OSError, SafetensorError) as error:
+            raise _damaged(file, error) from error
 
 
 def stored_names(folder: Path) -> set[str]:
