@@ -29,13 +29,8 @@ from inlay.graph import (
     tensor_op,
     weight_use,
 )
-from inlay.nodes.kernels import (
-    DynamicQParams,
-    Quantize,
-    integer_linear,
-    missing_kernels,
-    unsupported_formats,
-)
+from inlay.nodes.kernel_support import missing_kernels, unsupported_formats, unsupported_sizes
+from inlay.nodes.kernels import DynamicQParams, Quantize, float8_linear, integer_linear, is_float8
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import QParamsDict
 
@@ -44,7 +39,7 @@ __all__ = ["LowerToKernels", "kept_from_kernels"]
 
 @dataclass(frozen=True, kw_only=True)
 class LowerToKernels(Pass):
-    """Multiply integers where input and weight of a linear layer are quantized to them.
+    """Multiply 8-bit values where input and weight of a linear layer are quantized to them.
 
     Before:                                After:
         x, fc_input_scale, ...                 x, fc_input_scale, fc_weight_integers, ...
@@ -55,7 +50,7 @@ class LowerToKernels(Pass):
     Layers that read one value share its integers. An input that is quantized dynamically has its
     scales computed by a node of its own. What no kernel computes stays as it is, and
     `kept_from_kernels` says why. Results differ from those of quantize-dequantize in their last
-    bits, because a kernel rounds only once.
+    bits, because a kernel rounds only once. With CUDA, float8 values are multiplied likewise.
     """
 
     keeps_function: ClassVar[bool] = False
@@ -89,7 +84,7 @@ class LowerToKernels(Pass):
         if use.value not in done:
             done[use.value] = self._quantize(gm, use.value)
         given = done[use.value]
-        integers = weight.new_empty(weight.shape, dtype=torch.int8)
+        integers = weight.new_empty(weight.shape, dtype=slot.args.pytorch_dtype())
         own = {"scale": self.qparams[slot.name]["scale"]}
         scales = add_qparams(gm.graph, slot.name, own, weight, self.name)
         args: list[Any] = [
@@ -107,7 +102,8 @@ class LowerToKernels(Pass):
         if bias is not None:
             options["bias"] = bias
         with gm.graph.inserting_before(node):
-            lowered = gm.graph.call_function(integer_linear, tuple(args), options)
+            function = float8_linear if is_float8(slot.args) else integer_linear
+            lowered = gm.graph.call_function(function, tuple(args), options)
         lowered.meta = dict(node.meta)
         stamp(lowered, self.name)
         node.replace_all_uses_with(lowered)
@@ -141,7 +137,7 @@ class LowerToKernels(Pass):
                     given[name] = call(operator.getitem, (both, position), examples[position])
             zero_point = None if target.args.symmetric else given["zero_point"]
             operands = (value, given["scale"], *([] if zero_point is None else [zero_point]))
-            integers = fake.new_empty(fake.shape, dtype=torch.int8)
+            integers = fake.new_empty(fake.shape, dtype=target.args.pytorch_dtype())
             return _Integers(
                 call(Quantize(target.args), operands, integers), given["scale"], zero_point
             )
@@ -177,12 +173,15 @@ def _problem(node: Node, use: WeightUse) -> str | None:
     assert use.weight_node is not None
     quantized, weight = use.value.target, fake_value(use.weight_node)
     inputs = quantized.args if type(quantized) is QuantizeDequantize else None
-    problem = unsupported_formats(inputs, slots_of(node)["weight"].args, weight.shape[-1])
+    args, device = slots_of(node)["weight"].args, weight.device.type
+    problem = unsupported_formats(inputs, args, weight.shape[-1])
     if problem is None and {"alpha", "beta", "out", "out_dtype"} & node.kwargs.keys():
         problem = f"{node.target} is called with {', '.join(node.kwargs)}"
     if problem is None and not isinstance(fake_value(node), torch.Tensor):
         problem = "the dtype of its result is unknown"
-    return problem or missing_kernels(weight.device.type)
+    kind = "float" if is_float8(args) else "int"
+    problem = problem or missing_kernels(device, kind)
+    return problem or unsupported_sizes(device, kind, weight.shape)
 
 
 def _bias(node: Node) -> Any:

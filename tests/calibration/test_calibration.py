@@ -16,7 +16,8 @@ from torch import nn
 from inlay import Calibration, ConfigurationError, GraphError, Recipe, StatisticsError
 from inlay.calibration.phase import Phase
 from inlay.nodes.fast_linear import fast_linear
-from inlay.nodes.kernels import integer_linear, missing_kernels
+from inlay.nodes.kernel_support import missing_kernels
+from inlay.nodes.kernels import integer_linear
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import Observer
 from inlay.passes import PREPARE, ShareObservers

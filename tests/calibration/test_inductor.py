@@ -13,7 +13,7 @@ from inlay import Calibration, Recipe
 from inlay.calibration.decision import Decision
 from inlay.calibration.tracing.strategies import call
 from inlay.data.batch import on_device_of, varying_sizes
-from inlay.nodes.kernels import missing_kernels
+from inlay.nodes.kernel_support import missing_kernels
 from inlay.observers import Observer
 from inlay.recipe import make_observer
 

@@ -25,26 +25,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import examples
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from inlay import Recipe
-from inlay.graph import added_inputs
-from inlay.nodes import kernels
+from inlay.graph import added_inputs, bind, fake_value
+from inlay.nodes import kernel_support
+from inlay.nodes.kernel_support import missing_kernels, unsupported_formats, unsupported_sizes
 from inlay.nodes.kernels import (
     DynamicQParams,
     Quantize,
     column_sums,
+    float8_linear,
     integer_linear,
     integer_weight,
-    missing_kernels,
-    unsupported_formats,
+    is_float8,
 )
 from inlay.nodes.quantize import fold_weight
-from inlay.passes import FoldQParams, LowerToKernels, Pipeline, RemoveObservers, kept_from_kernels
+from inlay.passes import (
+    Annotate,
+    FoldQParams,
+    LowerToKernels,
+    Pipeline,
+    RemoveObservers,
+    kept_from_kernels,
+)
 from inlay.recipe import Plan
 
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
 DYNAMIC = Recipe.from_preset("W8A8")
+FLOAT = Recipe.from_preset("FP8")
+FLOATS = Recipe.from_preset("FP8_DYNAMIC")
 
 
 @pytest.fixture(autouse=True)
@@ -124,10 +136,14 @@ def test_a_kernel_rounds_once(layer: dict[str, Any]) -> None:
 
 @pytest.mark.hypothesis
 @examples(60)
-@given(layers(), st.integers(2, 8), st.booleans())
-def test_values_are_quantized_as_by_compressed_tensors(layer, bits: int, zero: bool) -> None:
+@given(layers(), st.integers(2, 8), st.booleans(), st.booleans())
+def test_values_are_quantized_as_by_compressed_tensors(
+    layer: dict[str, Any], bits: int, zero: bool, is_float: bool
+) -> None:
     """Bit for bit, although the ops are written anew."""
     args, value = layer["args"].model_copy(update={"num_bits": bits}), layer["value"]
+    if is_float and args.symmetric:
+        args = args.model_copy(update={"num_bits": 8, "type": "float"})
     if zero:
         value[0] = 0
     if args.dynamic:
@@ -137,8 +153,9 @@ def test_values_are_quantized_as_by_compressed_tensors(layer, bits: int, zero: b
             assert torch.equal(found, expected)
     else:
         scale, zero_point = torch.tensor([0.0123]), torch.tensor([1], dtype=torch.int8)
-    expected = quantize(value, scale, zero_point, args, dtype=torch.int8)
-    assert torch.equal(Quantize(args)(value, scale, zero_point), expected)
+    zero_point = None if is_float8(args) else zero_point
+    expected = quantize(value, scale, zero_point, args, dtype=args.pytorch_dtype())
+    assert torch.equal(Quantize(args)(value, scale, zero_point).float(), expected.float())
 
 
 @pytest.mark.hypothesis
@@ -149,6 +166,29 @@ def test_integers_are_those_that_quantize_dequantize_rounds_to(layer: dict[str, 
     integers = integer_weight(layer["weight"], scale, weights)
     folded = fold_weight(layer["weight"], weights, {"scale": scale})
     assert torch.equal(dequantize(integers, scale, None, weights), folded)
+
+
+@pytest.mark.hypothesis
+@examples(15)
+@given(layers())
+def test_a_float8_product_is_that_of_the_values(layer: dict[str, Any]) -> None:
+    """Up to its sum in float32; the op runs on a CPU too, though slowly."""
+    given_args, weights = (
+        layer[name].model_copy(update={"num_bits": 8, "type": "float", "symmetric": True})
+        for name in ("args", "weights")
+    )
+    value, bias, weight_scale = layer["value"], layer["bias"], layer["weight_scale"] / 4
+    scale = DynamicQParams(given_args)(value)[0] if given_args.dynamic else torch.tensor([0.02])
+    values = Quantize(given_args)(value, scale)
+    weight = integer_weight(layer["weight"], weight_scale, weights)
+    assert values.dtype == weight.dtype == torch.float8_e4m3fn
+    found = float8_linear(values, weight, scale, weight_scale, bias=bias, dtype=value.dtype)
+    x, w = values.double() * scale.double(), weight.double() * weight_scale.double()
+    exact = F.linear(x, w, None if bias is None else bias.double())
+    added = F.linear(x.abs(), w.abs()) + (0 if bias is None else bias.abs())
+    allowed = torch.finfo(value.dtype).eps * exact.abs() + 2**-20 * added
+    assert (found.dtype, found.shape) == (value.dtype, exact.shape)
+    assert ((found.double() - exact).abs() <= allowed + 1e-7).all()
 
 
 def finalized(
@@ -238,7 +278,7 @@ def test_layers_that_read_one_value_share_its_integers(recipe: Recipe) -> None:
             "its input is not quantized",
         ),
         (Recipe.from_preset("W4A8", weights={"group_size": 4}), "scales per group"),
-        (Recipe.from_preset("FP8"), "8-bit float values"),
+        (Recipe.from_preset("FP8"), "float8 products run with CUDA, not on a CPU"),
         (Recipe.from_preset("W8A8_STATIC", weights={"symmetric": False}), "zero points"),
         (
             Recipe.from_preset("W8A8", inputs={"strategy": "group", "group_size": 4}),
@@ -273,7 +313,7 @@ def test_how_many_inputs_a_kernel_takes() -> None:
     [
         (lambda patch: patch.setattr(torch.cpu, "get_capabilities", dict), "no AVX-512 VNNI"),
         (
-            lambda patch: patch.setattr(kernels, "has_integer_product", lambda: False),
+            lambda patch: patch.setattr(kernel_support, "has_integer_product", lambda: False),
             "version of torch",
         ),
         (
@@ -290,3 +330,61 @@ def test_without_a_kernel_it_falls_back_and_says_so(monkeypatch, change, reason:
     assert targets(lowered) == ["quantize_dequantize", "linear"]
     ((_, said),) = kept_from_kernels(lowered)
     assert reason in said
+
+
+class Recorded(TorchDispatchMode):
+    """Notes the names of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def on_cuda(monkeypatch: Any, recipe: Recipe, capability: tuple[int, int] = (8, 9)) -> Any:
+    """Lower a layer for a GPU that is not there, with tensors that have no data."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    model = Functional(lambda self, x: self.fc(x), fc=linear(16, 32))
+    qparams = qparams_of(Plan(model, recipe), model, {"fc.input": torch.randn(2, 3, 32)})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 3, 32, device="cuda")
+        model.fc.weight = nn.Parameter(torch.empty(16, 32, device="cuda"), requires_grad=False)
+        plan = Plan(model, recipe)
+        traced = torch.export.export(model, (x,)).module(check_guards=False)
+        folding = Pipeline((Annotate(plan=plan), FoldQParams(qparams=qparams)))
+        folded = folding(traced).graph_module
+        lowered = LowerToKernels(qparams=qparams)(folded).graph_module
+        added = {
+            what: torch.empty_like(fake_value(node), device="cuda")
+            for node, what in added_inputs(lowered.graph).items()
+        }
+        with Recorded() as ops_run:
+            result = bind(lowered, added)(x)
+    return lowered, result, ops_run.names
+
+
+@pytest.mark.parametrize(
+    ("recipe", "op"),
+    [(STATIC, "_int_mm"), (DYNAMIC, "_int_mm"), (FLOAT, "_scaled_mm"), (FLOATS, "_scaled_mm")],
+    ids=["static", "dynamic", "float8", "float8 per token"],
+)
+def test_the_graph_for_a_gpu(monkeypatch: Any, recipe: Recipe, op: str) -> None:
+    """No GPU ran it: ops know the shapes and dtypes of their results without one."""
+    lowered, result, ran = on_cuda(monkeypatch, recipe)
+    assert "quantize_dequantize" not in targets(lowered)
+    assert (result.device.type, result.shape, result.dtype) == ("cuda", (2, 3, 16), torch.float32)
+    assert ran.count(op) == 1
+    assert not {"mm", "addmm"} & set(ran)
+
+
+def test_what_a_gpu_does_not_multiply_stays(monkeypatch: Any) -> None:
+    lowered, _, ran = on_cuda(monkeypatch, FLOAT, (8, 0))
+    ((_, reason),) = kept_from_kernels(lowered)
+    assert reason == "float8 products need compute capability 8.9; the GPU has 8.0"
+    assert "_scaled_mm" not in ran
+    assert "divisible by 16 only, not 24 and 32" in str(
+        unsupported_sizes("cuda", "float", torch.Size((24, 32)))
+    )

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import inlay
 from inlay import Calibration, ConfigurationError, Recipe
 from inlay.cli import app
-from inlay.nodes.kernels import missing_kernels
+from inlay.nodes.kernel_support import missing_kernels
 from inlay.serving.layers import IntegerLinear
 from inlay.serving.loading import weight_bytes
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import inlay
 from inlay import Calibration, ConfigurationError, Recipe
-from inlay.nodes.kernels import missing_kernels
+from inlay.nodes.kernel_support import missing_kernels
 from inlay.serving.loading import weight_bytes
 
 # `None` makes an import fail.

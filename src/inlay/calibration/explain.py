@@ -18,7 +18,7 @@ from inlay.graph import (
     slots_of,
     tensor_of,
 )
-from inlay.nodes.kernels import integer_linear
+from inlay.nodes.kernels import float8_linear, integer_linear
 from inlay.nodes.observe import Observe
 from inlay.passes import kept_from_kernels
 from inlay.recipe import Plan, Slot
@@ -85,7 +85,9 @@ def kernels_in_words(graphs: "GraphStore") -> list[str]:
         if graph.backend is graphs.backend
         for variant in graph.variants.values()
     ):
-        on_kernels = (node for node in gm.graph.nodes if node.target is integer_linear)
+        on_kernels = (
+            node for node in gm.graph.nodes if node.target in (float8_linear, integer_linear)
+        )
         lowered.update(slots_of(node)["weight"].module for node in on_kernels)
         for node, reason in kept_from_kernels(gm):
             kept.setdefault(reason, []).append(slots_of(node)["weight"].module)

@@ -1,7 +1,6 @@
-"""Linear layers that multiply integers: the ops that stand in place of quantize-dequantize."""
+"""Linear layers that multiply 8-bit values: the ops that replace quantize-dequantize."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,24 +9,20 @@ from compressed_tensors.quantization.lifecycle import quantize
 
 from inlay.nodes.quantize import parts_by_rows
 from inlay.ranges.args import key_of
-from inlay.torch_private import has_integer_product, integer_product
+from inlay.torch_private import float8_product, integer_product
 
 __all__ = [
     "DynamicQParams",
     "Quantize",
     "column_sums",
     "dynamic_qparams",
+    "float8_linear",
     "integer_linear",
     "integer_weight",
-    "missing_kernels",
+    "is_float8",
+    "limits",
     "quantized",
-    "unsupported_formats",
 ]
-
-_BITS = 8
-# Sums of so many products of two 8-bit integers, and their correction, fit into 32 bits.
-_MOST_INPUTS = 2**16 - 1
-_FEWEST_INPUTS = 2  # torch 2.13 returns wrong numbers for one
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +38,20 @@ class _OfArgs:
         return hash(key_of(self.args))
 
 
+def limits(args: QuantizationArgs) -> tuple[float, float]:
+    """Return the lowest and the highest value that quantization stores."""
+    if is_float8(args):
+        highest = torch.finfo(args.pytorch_dtype()).max
+        return -highest, highest
+    return -(2 ** (args.num_bits - 1)), 2 ** (args.num_bits - 1) - 1
+
+
+def is_float8(args: QuantizationArgs) -> bool:
+    return bool(args.type == QuantizationType.FLOAT)
+
+
 def dynamic_qparams(
-    value: torch.Tensor, bits: int, *, symmetric: bool, per_token: bool
+    value: torch.Tensor, limits: tuple[float, float], *, symmetric: bool, per_token: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute scale and zero point from the value itself, as compressed-tensors does.
 
@@ -57,7 +64,7 @@ def dynamic_qparams(
     else:  # a matrix has one scale, even if tokens are to have one each
         low, high = (extreme.reshape(1) for extreme in value.aminmax())
     low, high = low.clamp(max=0), high.clamp(min=0)
-    lowest, highest = _range(bits)
+    lowest, highest = limits
     if symmetric:
         scale = torch.maximum(low.abs(), high.abs()) / ((highest - lowest) / 2)
         zero_point = torch.zeros_like(scale)
@@ -69,13 +76,18 @@ def dynamic_qparams(
 
 
 def quantized(
-    value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, bits: int
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    limits: tuple[float, float],
+    dtype: torch.dtype = torch.int8,
 ) -> torch.Tensor:
-    """Round a value to the integers that quantization stores, as compressed-tensors does."""
+    """Round a value to what quantization stores, as compressed-tensors does."""
     scaled = value.detach() / scale
     if zero_point is not None:
         scaled = scaled + zero_point.to(value.dtype)
-    return scaled.clamp(*_range(bits)).round().to(torch.int8)
+    clamped = scaled.clamp(*limits)
+    return (clamped if dtype.is_floating_point else clamped.round()).to(dtype)
 
 
 class DynamicQParams(_OfArgs):
@@ -85,7 +97,8 @@ class DynamicQParams(_OfArgs):
 
     def __call__(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         symmetric, per_token = self.args.symmetric, _is_per_token(self.args)
-        return dynamic_qparams(value, self.args.num_bits, symmetric=symmetric, per_token=per_token)
+        found = limits(self.args)
+        return dynamic_qparams(value, found, symmetric=symmetric, per_token=per_token)
 
     def examples(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values without data for a value without data."""
@@ -100,14 +113,14 @@ class DynamicQParams(_OfArgs):
 
 
 class Quantize(_OfArgs):
-    """The callable of a node that rounds a value to the integers which quantization stores."""
+    """The callable of a node that rounds a value to what quantization stores."""
 
     __name__ = "quantize"
 
     def __call__(
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return quantized(value, scale, zero_point, self.args.num_bits)
+        return quantized(value, scale, zero_point, limits(self.args), self.args.pytorch_dtype())
 
 
 def integer_linear(
@@ -136,21 +149,49 @@ def integer_linear(
     :param dtype: of the result
     """
     product = integer_product(integers, weight)
+    is_slow = product.is_cuda  # in float64
     if zero_point is not None and sums is not None:
         product = product - zero_point.to(torch.int32) * sums
-    exact = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+    is_wide = dtype in (torch.float32, torch.float64) and not is_slow
+    exact = torch.float64 if is_wide else torch.float32
     result = product.to(exact) * (scale.to(exact) * weight_scale.reshape(-1).to(exact))
     if bias is not None:
         result = result + bias.to(exact)
     return result.to(dtype)
 
 
+def float8_linear(
+    values: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the linear layer of a dequantized value and weight of 8-bit floating-point numbers.
+
+    The product is summed in float32. The scales follow it, in code that Inductor fuses: the op
+    takes scales per row for results in bfloat16 only.
+
+    :param values: the quantized input; for the others see `integer_linear`
+    """
+    product = float8_product(values, weight)
+    result = product * (scale.float() * weight_scale.reshape(-1).float())
+    if bias is not None:
+        result = result + bias.float()
+    return result.to(dtype)
+
+
 def integer_weight(
     weight: torch.Tensor, scale: torch.Tensor, args: QuantizationArgs
 ) -> torch.Tensor:
-    """Return the integers that a weight is stored as."""
+    """Return the 8-bit values that a weight is stored as."""
+    dtype = args.pytorch_dtype()
     parts = parts_by_rows(weight.detach(), args, {"scale": scale})
-    found = [quantize(part, own["scale"], None, args, dtype=torch.int8) for part, own in parts]
+    found: list[torch.Tensor] = [
+        quantize(part, own["scale"], None, args, dtype=dtype) for part, own in parts
+    ]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
@@ -159,75 +200,5 @@ def column_sums(weight: torch.Tensor) -> torch.Tensor:
     return weight.sum(dim=1, dtype=torch.int32)
 
 
-def unsupported_formats(
-    inputs: QuantizationArgs | None, weights: QuantizationArgs, in_features: int
-) -> str | None:
-    """Say why no integer product computes a layer with these formats; None if one does."""
-    if inputs is None:
-        return "its input is not quantized"
-    problem = _unsupported_input(inputs) or _unsupported_weight(weights)
-    if problem is None and in_features > _MOST_INPUTS:
-        problem = f"sums over {in_features} inputs may not fit into 32 bits"
-    if problem is None and in_features < _FEWEST_INPUTS:
-        problem = "torch multiplies int8 matrices of one column wrongly"
-    return problem
-
-
-def _unsupported_input(args: QuantizationArgs) -> str | None:
-    strategy = args.strategy
-    if _is_wide(args):
-        return f"its input has {_format(args)}"
-    if strategy not in (QuantizationStrategy.TENSOR, QuantizationStrategy.TOKEN):
-        return f"its input has scales per {_named(strategy)}"
-    if args.zp_dtype not in (None, torch.int8):
-        return f"its zero points are stored as {args.zp_dtype}"
-    return f"its scales are stored as {args.scale_dtype}" if args.scale_dtype else None
-
-
-def _unsupported_weight(args: QuantizationArgs) -> str | None:
-    strategy = args.strategy
-    if _is_wide(args):
-        return f"its weight has {_format(args)}"
-    if strategy not in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
-        return f"its weight has scales per {_named(strategy)}"
-    return None if args.symmetric else "its weight has zero points"
-
-
-def _range(bits: int) -> tuple[int, int]:
-    return -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-
-
 def _is_per_token(args: QuantizationArgs) -> bool:
     return bool(args.strategy == QuantizationStrategy.TOKEN)
-
-
-def _is_wide(args: QuantizationArgs) -> bool:
-    return bool(args.type != QuantizationType.INT or args.num_bits > _BITS)
-
-
-def _format(args: QuantizationArgs) -> str:
-    return f"{args.num_bits}-bit {getattr(args.type, 'value', args.type)} values"
-
-
-def _named(strategy: QuantizationStrategy | str | None) -> str:
-    return str(getattr(strategy, "value", strategy))
-
-
-@cache
-def missing_kernels(device: str) -> str | None:
-    """Say why integer products do not pay on a kind of device; None if they do.
-
-    It is looked up, not measured, so that the same command runs the same code. Products of
-    512x576x1536 took 4.4 ms in float32, 1.08 in bfloat16 and 0.51 in int8; those of one row 0.047,
-    0.066 and 0.008 (AMD EPYC with AVX-512 VNNI, two threads, medians). Without VNNI oneDNN widens
-    the integers first.
-    """
-    if device != "cpu":
-        return f"integer kernels run on a CPU, not on {device}"
-    if not has_integer_product():
-        return "this version of torch cannot multiply int8 matrices"
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return "this build of torch has no oneDNN"
-    if not torch.cpu.get_capabilities().get("avx512_vnni", False):
-        return "the processor has no AVX-512 VNNI"
-    return None

@@ -7,13 +7,14 @@ from compressed_tensors.compressors import decompress_module
 from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from torch import nn
 
+from inlay.nodes.kernel_support import missing_kernels, unsupported_formats, unsupported_sizes
 from inlay.nodes.kernels import (
     column_sums,
     dynamic_qparams,
     integer_linear,
-    missing_kernels,
+    is_float8,
+    limits,
     quantized,
-    unsupported_formats,
 )
 
 __all__ = ["IntegerLinear", "kernel_layer"]
@@ -38,7 +39,7 @@ class IntegerLinear(nn.Module):
         assert args is not None
         self.in_features, self.out_features = layer.in_features, layer.out_features
         # Plain values, so that compiled code serves all layers of one shape.
-        self.bits, self.symmetric = args.num_bits, bool(args.symmetric)
+        self.limits, self.symmetric = limits(args), bool(args.symmetric)
         self.per_token = args.strategy == QuantizationStrategy.TOKEN
         weight = layer.weight.detach()
         self.register_buffer("weight", weight)
@@ -52,12 +53,12 @@ class IntegerLinear(nn.Module):
         scale, zero_point = self.input_scale, self.input_zero_point
         if scale is None:
             scale, zero_point = dynamic_qparams(
-                input, self.bits, symmetric=self.symmetric, per_token=self.per_token
+                input, self.limits, symmetric=self.symmetric, per_token=self.per_token
             )
         if self.symmetric:
             zero_point = None
         return integer_linear(
-            quantized(input, scale, zero_point, self.bits),
+            quantized(input, scale, zero_point, self.limits),
             self.weight,
             scale,
             self.weight_scale,
@@ -80,11 +81,17 @@ def kernel_layer(layer: nn.Linear) -> tuple[nn.Module, str | None]:
     problem: str | None = "its weight is not quantized"
     if scheme.weights is not None:
         problem = unsupported_formats(scheme.input_activations, scheme.weights, layer.in_features)
+    if problem is None and scheme.weights is not None and is_float8(scheme.weights):
+        problem = "its weight has float8 values"
     if problem is None and scheme.output_activations is not None:
         problem = "its output is quantized"
     if problem is None and getattr(layer, "weight", None) is None:
         problem = "its weight is packed"
-    problem = problem or missing_kernels(layer.weight_scale.device.type)
+    device = str(layer.weight_scale.device.type)
+    problem = problem or missing_kernels(device)
+    if problem is None:
+        size = torch.Size((layer.out_features, layer.in_features))
+        problem = unsupported_sizes(device, "int", size)
     if problem is None:
         return IntegerLinear(layer), None
     decompress_module(layer)

@@ -18,6 +18,8 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "aten_name",
+    "float8_product",
+    "has_float8_product",
     "has_integer_product",
     "integer_product",
     "is_grouped_product",
@@ -95,6 +97,9 @@ def has_integer_product() -> bool:
     return hasattr(torch, "_int_mm")
 
 
+_FEWEST_ROWS = 17  # that the op takes with CUDA
+
+
 def integer_product(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply int8 values by an int8 weight into int32, exactly, as `F.linear` does.
 
@@ -108,7 +113,29 @@ def integer_product(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     *lead, length = value.shape
     is_row = math.prod(lead) == 1
     rows = value.as_strided((1, length), (length, 1)) if is_row else value.reshape(-1, length)
+    number = rows.shape[0]
+    if rows.is_cuda and number < _FEWEST_ROWS:
+        rows = F.pad(rows, (0, 0, 0, _FEWEST_ROWS - number))
+        return torch._int_mm(rows, weight.t()).narrow(0, 0, number).reshape(*lead, len(weight))
     return torch._int_mm(rows, weight.t()).reshape(*lead, len(weight))
+
+
+def has_float8_product() -> bool:
+    """Return whether torch can multiply float8 matrices into float32. torch 2.1."""
+    return hasattr(torch, "_scaled_mm")
+
+
+def float8_product(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply float8 values by a float8 weight into float32, as `F.linear` does.
+
+    torch 2.5, which asks for scales; the public `F.scaled_mm` of torch 2.10 is a layer over it.
+    """
+    *lead, length = value.shape
+    one = torch.ones((), dtype=torch.float32, device=value.device)
+    product = torch._scaled_mm(
+        value.reshape(-1, length), weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32
+    )
+    return product.reshape(*lead, len(weight))
 
 
 def set_grad_enabled() -> Callable[..., Any]:

@@ -1,0 +1,124 @@
+"""Tell which layers a kernel computes: by their formats, their sizes, and the device."""
+
+from functools import cache
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
+
+from inlay.nodes.kernels import is_float8
+from inlay.torch_private import has_float8_product, has_integer_product
+
+__all__ = ["missing_kernels", "unsupported_formats", "unsupported_sizes"]
+
+_BITS = 8
+# Sums of so many products of two 8-bit integers, and their correction, fit into 32 bits.
+_MOST_INPUTS = 2**16 - 1
+_FEWEST_INPUTS = 2  # torch 2.13 returns wrong numbers for one
+# What cuBLAS asks of the numbers of inputs and outputs.
+_MULTIPLES = {"int": 8, "float": 16}
+# The first NVIDIA GPUs with these products: A100, and those of the generations Ada and Hopper.
+_CAPABILITIES = {"int": (8, 0), "float": (8, 9)}
+
+
+def unsupported_formats(
+    inputs: QuantizationArgs | None, weights: QuantizationArgs, in_features: int
+) -> str | None:
+    """Say why no kernel computes a layer with these formats; None if one does."""
+    if inputs is None:
+        return "its input is not quantized"
+    problem = _unsupported_input(inputs) or _unsupported_weight(weights)
+    if problem is None and is_float8(inputs) != is_float8(weights):
+        problem = f"its input has {_format(inputs)}, and its weight {_format(weights)}"
+    if problem is None and not is_float8(weights) and in_features > _MOST_INPUTS:
+        problem = f"sums over {in_features} inputs may not fit into 32 bits"
+    if problem is None and in_features < _FEWEST_INPUTS:
+        problem = "torch multiplies int8 matrices of one column wrongly"
+    return problem
+
+
+def unsupported_sizes(device: str, type: str, weight: torch.Size) -> str | None:
+    """Say why no kernel of a kind of device multiplies by a weight of this shape."""
+    multiple = _MULTIPLES[type]
+    if device != "cuda" or all(size % multiple == 0 for size in weight):
+        return None
+    sizes = " and ".join(map(str, weight))
+    return f"cuBLAS multiplies sizes divisible by {multiple} only, not {sizes}"
+
+
+@cache
+def missing_kernels(device: str, type: str = "int") -> str | None:
+    """Say why products of 8-bit values do not pay on a kind of device; None if they do.
+
+    It is looked up, not measured, so that the same command runs the same code. Products of
+    512x576x1536 took 4.4 ms in float32, 1.08 in bfloat16 and 0.51 in int8; those of one row 0.047,
+    0.066 and 0.008 (AMD EPYC with AVX-512 VNNI, two threads, medians). Without VNNI oneDNN widens
+    the integers first.
+
+    :param type: "int" or "float", as compressed-tensors has it
+    """
+    if device not in ("cpu", "cuda"):
+        return f"kernels run on a CPU or with CUDA, not on {device}"
+    if not (has_float8_product() if type == "float" else has_integer_product()):
+        return f"this version of torch cannot multiply {_NAMES[type]} matrices"
+    return _missing_on_cuda(type) if device == "cuda" else _missing_on_cpu(type)
+
+
+_NAMES = {"int": "int8", "float": "float8"}
+
+
+def _missing_on_cuda(type: str) -> str | None:
+    if torch.version.hip is not None:
+        return "kernels were written for CUDA, not for ROCm"
+    least, found = _CAPABILITIES[type], torch.cuda.get_device_capability()
+    if found < least:
+        needed, had = (".".join(map(str, each)) for each in (least, found))
+        return f"{_NAMES[type]} products need compute capability {needed}; the GPU has {had}"
+    return None
+
+
+def _missing_on_cpu(type: str) -> str | None:
+    if type == "float":
+        return "float8 products run with CUDA, not on a CPU"
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "this build of torch has no oneDNN"
+    if not torch.cpu.get_capabilities().get("avx512_vnni", False):
+        return "the processor has no AVX-512 VNNI"
+    return None
+
+
+def _unsupported_input(args: QuantizationArgs) -> str | None:
+    strategy = args.strategy
+    if _is_wide(args):
+        return f"its input has {_format(args)}"
+    if strategy not in (QuantizationStrategy.TENSOR, QuantizationStrategy.TOKEN):
+        return f"its input has scales per {_named(strategy)}"
+    if is_float8(args):
+        return None if args.symmetric else "its input has zero points"
+    if args.zp_dtype not in (None, torch.int8):
+        return f"its zero points are stored as {args.zp_dtype}"
+    return f"its scales are stored as {args.scale_dtype}" if args.scale_dtype else None
+
+
+def _unsupported_weight(args: QuantizationArgs) -> str | None:
+    strategy = args.strategy
+    if _is_wide(args):
+        return f"its weight has {_format(args)}"
+    if strategy not in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return f"its weight has scales per {_named(strategy)}"
+    return None if args.symmetric else "its weight has zero points"
+
+
+def _is_wide(args: QuantizationArgs) -> bool:
+    """Return whether values are neither integers of 8 bits or fewer nor float8."""
+    is_known = args.type in (QuantizationType.INT, QuantizationType.FLOAT)
+    if not is_known or args.num_bits > _BITS:
+        return True
+    return is_float8(args) and args.num_bits != _BITS
+
+
+def _format(args: QuantizationArgs) -> str:
+    return f"{args.num_bits}-bit {getattr(args.type, 'value', args.type)} values"
+
+
+def _named(strategy: QuantizationStrategy | str | None) -> str:
+    return str(getattr(strategy, "value", strategy))
