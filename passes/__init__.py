@@ -1,4 +1,4 @@
-"""The passes of Inlay, each of which maps a graph to a graph."""
+"""The passes of Inlay. Each maps a graph to a graph."""
 
 from inlay.graph import Pass, PassResult, Pipeline
 from inlay.passes.annotate import Annotate

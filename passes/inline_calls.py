@@ -98,7 +98,7 @@ class InlineCalls(Pass):
             gm.graph.erase_node(holder)
 
     def _set_modes(self, graph: Graph, node: Node) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Set what a call sets for its body. Return what puts it back."""
+        """Enter the context of a call. Return a function that leaves it."""
         if _name(node) == "wrap_with_autocast":
             enter, leave = set_autocast()
             entered = stamp(graph.call_function(enter, node.args[:4]), self.name)

@@ -156,7 +156,7 @@ class InsertObservers(Pass):
 def _observed(
     node: Node, value: Node, groups: int | None, everywhere: Everywhere | None
 ) -> Iterator[tuple[Node, Node | None, int]]:
-    """Yield what is observed of a value: itself, or what chunks of experts would be given.
+    """Yield the observed values: the value itself, or the inputs of chunks of experts.
 
     :return: the value, where the rows of each group end, and the number of the first group
     """

@@ -1,4 +1,4 @@
-"""What objects hold, to tell afterwards what has changed, and to put it back."""
+"""Snapshots of objects, to find and undo later changes."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def is_container(value: object) -> bool:
 class Held:
     """The contents of containers and of classes, each item by identity.
 
-    :param places: what to look at, each by the name to tell it by
+    :param places: objects to watch, by name
     """
 
     def __init__(self, places: Iterable[tuple[str, Any]]) -> None:
@@ -32,7 +32,7 @@ class Held:
         ]
 
     def put_back(self) -> None:
-        """Have all places hold what they held."""
+        """Restore all places."""
         for _, place, before in self._places:
             differing = _difference(before, _contents(place))
             if not differing:

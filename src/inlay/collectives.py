@@ -51,7 +51,7 @@ class Entry:
     """One statistic of this rank.
 
     :param name: names the statistic in errors, such as `fc.input.min_vals`
-    :param kind: says what it is; the same on all ranks
+    :param kind: description; the same on all ranks
     :param value: None if this rank has none
     :param weight: the number of values it stands for
     :param deliver: takes the merged statistic; it is not called if no rank had any

@@ -64,7 +64,7 @@ def return_freed_memory() -> None:
 def collecting_garbage_later() -> Iterator[None]:
     """Leave garbage where it is for now.
 
-    Tracing makes a hundred thousand objects, nearly all of which stay. Python would go through
+    Tracing makes a hundred thousand objects, and nearly all stay. Python would go through
     them again and again in search of garbage: a fifth of the time it takes to trace a model.
     """
     was_enabled = gc.isenabled()

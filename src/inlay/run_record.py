@@ -19,7 +19,7 @@ class Record:
     :param model: name of the model
     :param data: description of the data's source
     :param stages: names and seconds, in order
-    :param advice: what is unusual about the data, and what to do about it
+    :param advice: warnings about the data, with advice
     """
 
     model: str
@@ -36,7 +36,7 @@ class Agreement:
     """Whether the traced graphs compute what the eager model does.
 
     :param unknown: why that is not known; empty if it was checked
-    :param batch: what was run, in words
+    :param batch: description of the batch
     :param difference: norm of the difference of the outputs, relative to that of the eager ones
     :param tolerance: the difference that rounding may explain
     :param first: the first module whose outputs differ, if that was found

@@ -17,6 +17,7 @@ import llmcompressor
 import overhead
 import pipelines
 import processes
+import schemes
 import serving
 import streaming
 import torch
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 PARTS = {
+    "schemes": schemes.rows,
     "overhead": overhead.rows,
     "weights": weights.rows,
     "four_bits": four_bits.rows,

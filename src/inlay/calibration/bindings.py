@@ -135,7 +135,7 @@ class GivenInputs:
         """Return the tensors to pass. Masks stay, because each batch has its own.
 
         :param names: from modules as they were traced to those that the graph is called for
-        :param args: what the graph is called with; None for the parameters it was traced with
+        :param args: arguments of the graph; None for the parameters it was traced with
         """
         observing: dict[str, Mapping[str, torch.Tensor]] = {}  # each observer has several inputs
         slot_named, equalized = bindings.statistics.plan.slot_named, bindings.weights.equalized

@@ -56,7 +56,7 @@ class Variant:
 
     :param graph_module: before its repeats were outlined
     :param modules: whose weights it was made with
-    :param inputs: what it takes after the inputs of the model
+    :param inputs: inputs beyond those of the model
     """
 
     graph_module: GraphModule
@@ -170,7 +170,7 @@ class CompiledGraph:
         return any(key[0] is phase for key in self.variants)
 
     def forget(self, phases: Collection[Phase]) -> None:
-        """Drop what the graph was prepared for in these phases."""
+        """Drop the compiled variants for these phases."""
         self.unbind()
         self.variants = {key: v for key, v in self.variants.items() if key[0] not in phases}
 

@@ -225,7 +225,7 @@ class GraphStore:
             graph.unbind()
 
     def rewind(self, before: Mapping[str, Statistics] | None) -> None:
-        """Forget what was observed since the statistics were these; None if nothing observes."""
+        """Return to these statistics, and drop later observations; None if nothing observes."""
         self.unbind()
         if before is not None:
             self._own.statistics.rewind(before)

@@ -8,7 +8,7 @@ __all__ = ["Phase"]
 class Phase(Enum):
     """What a traced graph is prepared for.
 
-    Statistics decide between the first three: whether they are final, and of which run over the
+    Statistics decide between the first three: whether they are final, and which run over the
     data. The last two are asked for when graphs run again.
     """
 

@@ -228,7 +228,7 @@ def _closeness(calibration: Calibration) -> float:
 def _loads_experts(plan: Plan) -> bool:
     """Whether transformers runs experts that are quantized like those of the plan.
 
-    It loads packed integers without zero points, and FP8, of which it does not quantize inputs.
+    It loads packed integers without zero points, and FP8 without quantizing its inputs.
     """
     slots = plan.of_module(next(iter(plan.stacks)))
     args = slots["weight"].args

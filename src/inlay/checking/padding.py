@@ -103,7 +103,7 @@ def sequences_agree(
 
 
 def _weighs_batches(plan: Plan, name: str) -> bool:
-    """Whether a slot keeps averages, or what the last value was: both depend on the batches."""
+    """Whether a slot keeps an average or the last value. Both depend on how data is batched."""
     slot = plan.slots.get(name)
     if slot is None:  # importance, and ranges of channels
         return False

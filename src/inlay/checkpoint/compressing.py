@@ -30,7 +30,7 @@ def compressed_weight(
         parts.append(compressor.compress({**state, "weight": part, **of_rows}, scheme))
     if len(parts) == 1:
         return dict(parts[0])
-    # The last part shows what all rows have in common.
+    # The last part has the values that all rows share.
     common = {name for name in state if of_rows.get(name, state[name]) is state[name]}
     found = {
         name: tensor if name in common else torch.cat([part[name] for part in parts])

@@ -43,7 +43,7 @@ class Contents:
     def of(
         cls, model: nn.Module, plan: Plan, layers: Sequence[QuantizedLayer], weights: Weights
     ) -> "Contents":
-        """Collect what a checkpoint with these layers holds.
+        """Collect the tensors of a checkpoint with these layers.
 
         :raises StatisticsError: if only some weights of a stack are among the layers
         """

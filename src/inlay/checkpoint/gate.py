@@ -62,7 +62,7 @@ def require_servable_part(
 
 
 def describe_unusable(name: str, values: torch.Tensor) -> str | None:
-    """Describe what is wrong with a scale or a zero point; return None if nothing is."""
+    """Describe the problem of a scale or a zero point; return None if it has none."""
     values = values.detach().float()
     wrong = {"not finite": ~values.isfinite()}
     if name != "zero_point":

@@ -46,7 +46,7 @@ class Shards:
 
     :param region: number of the region, which names its files
     :param writer: tells apart who writes them, the same on all ranks
-    :param digests: whether to compute digests of what is written
+    :param digests: whether to compute digests of the tensors
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Shards:
     def add(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Any]) -> None:
         """Add tensors. They must not change until they are written.
 
-        :param places: what all tensors that are added at once are sorted by, over all ranks
+        :param places: order of all tensors that are added at once, over all ranks
         """
         own = [(places[name], name, TensorKind.of(name, each)) for name, each in tensors.items()]
         self._own.update({name: each.detach().cpu() for name, each in tensors.items()})

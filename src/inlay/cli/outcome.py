@@ -38,7 +38,7 @@ def report_data(folder: Path) -> "ReportData | None":
 def interrupted(folder: Path, what: str) -> NoReturn:
     """Say how a run that the user stopped can go on, and end.
 
-    :param folder: keeps what the run has done so far
+    :param folder: holds the progress of the run
     :param what: the content of that folder
     """
     import typer

@@ -179,7 +179,7 @@ class Wanted:
 
 
 def wanted_of(options: "RecipeOptions", **given: Any) -> Wanted:
-    """Collect what the options say about quantization; it becomes a recipe with the model.
+    """Collect the options about quantization. With a model, they become a recipe.
 
     :param given: the fields of `Wanted` that not every command has options for
     """

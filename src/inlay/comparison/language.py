@@ -21,7 +21,7 @@ _RARE = 1e-3
 class LanguageComparison:
     """Predictions of two language models, compared row by row.
 
-    :param tokenizer: decodes what is shown; None shows ids
+    :param tokenizer: decodes tokens for display; None shows ids
     :param special: ids of special tokens, by their text
     :param worst: how many of the worst positions to keep
     """

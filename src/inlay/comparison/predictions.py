@@ -67,7 +67,7 @@ class Logits(Prediction):
 
 @dataclass(frozen=True, kw_only=True)
 class TopTokens(Prediction):
-    """A prediction of which only some tokens are known, as servers give it.
+    """A prediction with the probabilities of some tokens only, as servers give it.
 
     All other tokens count as one event: divergences are lower bounds (data processing inequality).
     First choices and the probabilities of the next tokens of the data are exact.

@@ -108,7 +108,7 @@ def _add(part: Any, name: str, update: Callable[[bytes], None]) -> None:
 
 
 def varying_sizes(batches: Iterable[Any]) -> Varying:
-    """Find dimensions for which no size is that of more than half of the batches.
+    """Find dimensions in which no size is common to more than half of the batches.
 
     The length of texts is one. Compiled for the first length, a model would be compiled again for
     the second. If most sizes are equal that pays off: code for one size is faster.

@@ -38,7 +38,7 @@ class Batches:
     :param is_divided: whether they were made by dividing data that all processes have
     :param can_repeat: whether they can be read again
     :param asked: how many rows were to calibrate; None if all
-    :param advice: what is unusual about the texts
+    :param advice: warnings about the texts
     """
 
     source: str

@@ -105,7 +105,7 @@ def requantize(
     )
     assert isinstance(run, Run)
     if not is_first():
-        run.statistics.forget_stored()  # what all have counts once
+        run.statistics.forget_stored()  # statistics that all ranks have count once
     with run.stages("searching ranges"):
         run.finalize(accept=accept)
     return run

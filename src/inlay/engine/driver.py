@@ -76,7 +76,7 @@ class Engine(ABC):
 
     @abstractmethod
     def write(self, region: Region, qparams: Mapping[str, QParamsDict]) -> None:
-        """Write what a region leaves, and note in the journal that it is done."""
+        """Write the results of a region, and record it as done in the journal."""
 
     @abstractmethod
     def free(self, region: Region) -> None:

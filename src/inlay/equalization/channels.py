@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(eq=False)
 class Window(Axis):
-    """A dimension of which channels are a part; the rest of it is something else.
+    """A dimension that contains channels beside other things.
 
     :param start: where the part begins
     :param inner: the axes of the part, outermost first; none if it is one position

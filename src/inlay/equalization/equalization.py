@@ -144,7 +144,7 @@ class Equalization:
         return {group.name: s for group, s in self._scales.items()} if self.is_settled else {}
 
     def described(self) -> list[str]:
-        """Say what is equalized and what is not, and why, a line for each value."""
+        """Explain for each value, in a line, whether it is equalized, and why not."""
         if self.plan.recipe.equalize is None:
             return []
         known = {each.group: each for each in self.done}
@@ -171,7 +171,7 @@ class Equalization:
     def apply(self, statistics: StatisticsBySlot, of: Some | None = None) -> None:
         """Say what slots would have seen of the scaled values, and what was done to groups.
 
-        :param of: tells for which groups; what is known of others stays
+        :param of: predicate that selects groups; others stay unchanged
         """
         if of is None:
             self._done, statistics.rescaled = {}, {}
@@ -187,7 +187,7 @@ class Equalization:
                 self._done[group] = _together(group, found)
 
     def _equalized(self, group: Group, statistics: StatisticsBySlot) -> EqualizedGroup | None:
-        """Say what the slots of a group would have seen; None without data."""
+        """Estimate the statistics of the slots of a group; None without data."""
         channels, scales = _channels(group, statistics), self._scales[group]
         if channels is None:
             return None
@@ -208,7 +208,7 @@ class Equalization:
         One rank chooses for all, so ranks agree to the last bit, whatever they compute with.
 
         :param weight_of: gives the weight of a module as the model has it
-        :param of: tells for which groups; scales that were chosen before for others stay
+        :param of: predicate that selects groups; the scales of others stay
         """
         if self.plan.recipe.equalize is None:
             return

@@ -365,7 +365,7 @@ class Search:
         return True
 
     def _makes_up(self, node: Node, user: Node) -> bool:
-        """Whether a reader is a quantized Linear of which a weight's columns can be multiplied."""
+        """Whether a reader is a quantized Linear with a weight whose columns can be scaled."""
         use = weight_use(self.gm, user)
         layout = self._trail.layouts[node]
         if use is None or use.value is not node or not quantizes_linear(self.gm, user):

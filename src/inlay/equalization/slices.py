@@ -18,7 +18,7 @@ _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split",
 class Slice:
     """A node that reads positions `start` to `stop` of one dimension of a value.
 
-    :param drops: whether what is read has that dimension no more, as after an index by a number
+    :param drops: whether the result lacks the dimension, as after an index by a number
     """
 
     value: Node
@@ -51,7 +51,7 @@ def slice_of(node: Node) -> Slice | None:
 
 
 def slices_read_by(user: Node) -> Iterator[Slice | None]:
-    """Yield what a reader of a value reads of it; None for what is not known to be a part."""
+    """Yield the slices of a value that readers use; None for an unknown one."""
     if _is_split(user):
         yield from (slice_of(each) for each in user.users)
     else:

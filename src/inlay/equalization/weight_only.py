@@ -33,7 +33,7 @@ _BY_ROW = (
 def activation_aware_scales_of(
     group: Group, magnitudes: torch.Tensor, readers: Sequence[Reader], strength: Strength
 ) -> Scales:
-    """Compute the scales of a group of which no reader quantizes its input.
+    """Compute the scales of a group whose readers do not quantize their inputs.
 
     A channel whose values are `m` on average gets `m ** a`. "auto" quantizes the weights for every
     strength `a`, weighs the squared error of each column by `m ** 2`, and takes the smallest.

@@ -18,7 +18,7 @@ _TAKEN = {
 def expert_layers(
     statistics: StatisticsBySlot, layers: Iterable[LayerError]
 ) -> Iterator[ExpertLayer]:
-    """Yield the layers with experts of which anything is known, in the order of depth.
+    """Yield the layers with experts that have statistics, in the order of depth.
 
     :param layers: errors of modules, those of single experts among them
     """

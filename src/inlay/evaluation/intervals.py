@@ -46,7 +46,7 @@ class RowSums:
     def estimate(self, of: Callable[[Totals], torch.Tensor]) -> Estimate:
         """Return a function of the sums, with a percentile bootstrap interval over rows.
 
-        Resamples for which the function has no value, such as those without a label, are left out.
+        Resamples without a value of the function, such as those without a label, are skipped.
         """
         value = float(of(self._named(self._sums.sum(0))))
         spread = of(self._named(self._resampled)) if len(self._sums) > 1 else torch.empty(0)

@@ -60,7 +60,7 @@ def layer_errors(bindings: Bindings, plan: Plan | None = None) -> tuple[LayerErr
     quantized. A quantized output is not counted. A layer that no data reached has the SQNR of its
     weight only.
 
-    :param bindings: holds what the pass CompareLayers summed up
+    :param bindings: holds the sums of the pass CompareLayers
     :param plan: a part of the plan whose weights are in memory; by default all of it
     """
     plan = plan or bindings.statistics.plan

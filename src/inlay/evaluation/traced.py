@@ -31,7 +31,7 @@ def compare_traced(
     Random numbers are the same in both runs, and the user's generators are left alone.
 
     :param batch: a batch as `prepared` returns it
-    :param what: what the batch is, in words
+    :param what: description of the batch
     """
     tolerance = _tolerance(model)
     with evaluating(model), calibration.graphs.rerun() as rerun:

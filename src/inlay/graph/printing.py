@@ -47,7 +47,7 @@ def _line(node: Node) -> str:
 
 
 def _is_hidden(value: Any) -> bool:
-    """Whether an argument is state or a scale, of which there are many; weights show."""
+    """Whether an argument is state or a scale. There are many of these, so they are not printed."""
     what = added_input(value)
     return what is not None and not isinstance(what, (WeightOf, IntegersOf, EqualizedOf))
 

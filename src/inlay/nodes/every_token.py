@@ -63,7 +63,7 @@ class Everywhere:
     def values(
         self, product: Node, value: Node, routing: Routing, experts: int
     ) -> Iterator[tuple[range, Node, Node]]:
-        """Yield what a product would be given, one chunk of experts after another.
+        """Yield the inputs of a product, one chunk of experts after another.
 
         :return: the numbers of the experts, their rows, and where the rows of each end
         """

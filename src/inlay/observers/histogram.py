@@ -206,7 +206,7 @@ def _qparams_together(observers: Sequence[Any]) -> list[QParamsDict | Statistics
 def _side_by_side(
     function: Callable[[list[Observer]], list[_Answer]], observers: Iterator[Observer], size: int
 ) -> Iterator[_Answer]:
-    """Yield what the function says of each observer, computing as many parts as there are threads.
+    """Yield the result of the function for each observer, with one part per thread.
 
     Only these parts are taken from the observers at a time: their histograms may be many.
     """

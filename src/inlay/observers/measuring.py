@@ -38,7 +38,7 @@ class MeasuringObserver(Observer):
         """
 
     def measure_input(self, x: torch.Tensor, valid: torch.Tensor | None = None) -> Tensors:
-        """Compute the statistics of an input of the module, if `observes_input` is true.
+        """Compute the statistics of an input of the module. Implement it to observe inputs.
 
         :param x: of shape (..., features)
         :param valid: which rows count, of shape (rows,); None if all do
@@ -54,7 +54,7 @@ class MeasuringObserver(Observer):
         raise NotImplementedError
 
     def measure_input_row_groups(self, x: torch.Tensor, groups: RowGroups) -> Tensors:
-        """Compute the statistics of each row group of an input; see `measure_row_groups`.
+        """Compute the statistics of each row group of an input, along a first dimension.
 
         :param x: of shape (rows, features)
         """

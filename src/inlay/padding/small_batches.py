@@ -133,7 +133,7 @@ def _sequence(name: str, names: list[str], is_seq2seq: bool) -> str:
 def _axes(
     value: torch.Tensor, rows: int, tokens: int | None, sequence: str, transposed: bool
 ) -> Iterator[tuple[int, str]]:
-    """Yield what the dimensions of an argument are, by their sizes."""
+    """Yield the meaning of the dimensions of an argument, judged by their sizes."""
     shape = list(value.shape)
     batch_at, tokens_at = (1, 0) if transposed and value.ndim > 2 else (0, 1)
     if value.ndim == 1:

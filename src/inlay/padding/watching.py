@@ -29,7 +29,7 @@ _REORDERING = {
 
 @contextmanager
 def watching(model: nn.Module, plan: Plan, sizes: Sizes) -> Iterator[Mapping[str, Sequence[Seen]]]:
-    """Collect what the ops on weights of a plan, and attention, are given meanwhile.
+    """Collect the inputs of attention and of the ops on weights of a plan.
 
     :param model: the model that runs; its modules have hooks for as long as the context lasts
     """

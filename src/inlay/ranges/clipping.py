@@ -114,7 +114,7 @@ class ClipSearch:
         return _geometric(threshold * step, threshold / step, max(3, self.grid // 2))
 
     def _better(self, found: _Found, below: torch.Tensor, above: torch.Tensor) -> _Found:
-        """Keep what was found or the best candidate, whichever loses less, for each group."""
+        """Keep the better of the current range and the best candidate, for each group."""
         below, above = below + torch.zeros_like(above), above + torch.zeros_like(below)
         of = self.histogram
         low, high = clip(of.min_vals, of.max_vals, below, above)

@@ -63,7 +63,7 @@ class RowGroups:
     def _reduced(self, values: torch.Tensor, how: str, nothing: float) -> torch.Tensor:
         if self.valid is not None:
             values = torch.where(beside(self.valid, values), values, nothing)
-        # Unsafe means that the bounds are not checked, for which a device would have to be waited.
+        # Unsafe skips the bounds check, which would synchronize the device.
         return torch.segment_reduce(
             values.contiguous(), how, offsets=self._bounds, axis=0, initial=nothing, unsafe=True
         )

@@ -209,7 +209,7 @@ class Channel:
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """Say what the errors of a store mean."""
+    """Explain the errors of a store."""
     try:
         yield
     except RankError:

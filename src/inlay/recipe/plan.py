@@ -36,7 +36,7 @@ class Plan:
     :ivar weights: views of the weights of quantized layers, by module
     :ivar stacks: parameters whose weights are quantized and that an op reads as a whole, by name
     :ivar kinds: how ops read a weight, of `KINDS`, by module or stack
-    :ivar schemes: how modules are quantized; none for those of which only the cache is
+    :ivar schemes: how modules are quantized; modules that quantize only their cache have none
     :ivar places: the order of all modules, and of all weights in stacks
     """
 

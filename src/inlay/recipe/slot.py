@@ -86,7 +86,7 @@ class Slot:
 
     @property
     def has_own_observer(self) -> bool:
-        """Whether what is gathered does not depend on how anything is quantized."""
+        """Whether the statistics serve every format."""
         return self.gathers in _OBSERVERS
 
     @property

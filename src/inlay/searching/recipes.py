@@ -61,7 +61,7 @@ def modifier_text(recipe: Recipe, comments: Iterable[str] = ()) -> str:
 
 
 def _without_defaults(fields: Any) -> Any:
-    """Drop what is empty, which the classes of compressed-tensors fill in again."""
+    """Drop empty entries, which compressed-tensors fills in again."""
     if not isinstance(fields, Mapping):
         return fields
     parts = {key: _without_defaults(value) for key, value in fields.items()}

@@ -1,4 +1,4 @@
-"""Scores: what each format of each unit takes and costs, kept so that other targets are quick."""
+"""Scores: size and predicted loss of each format of each unit, stored for further targets."""
 
 import json
 from dataclasses import dataclass, replace

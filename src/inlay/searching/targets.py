@@ -30,7 +30,7 @@ class Target:
     def of(
         cls, bits: float | None = None, size: int | str | None = None, max_kl: float | None = None
     ) -> "Target":
-        """Return the target of which exactly one is given."""
+        """Return the target. Exactly one argument is set."""
         given: dict[Kind, float | int | str] = {}
         for kind, value in (("bits", bits), ("size", size), ("max_kl", max_kl)):
             if value is not None:

@@ -16,7 +16,7 @@ class Unit:
 
     :param layers: the names of their modules, in the order of the model
     :param targets: how a recipe names them
-    :param is_stack: whether they are experts, of which a loader expects all to be quantized
+    :param is_stack: whether they are experts; loaders expect all or none to be quantized
     """
 
     layers: tuple[str, ...]
@@ -25,7 +25,7 @@ class Unit:
 
 
 def find_units(calibration: Calibration) -> list[Unit]:
-    """Group layers that share a format, by what the graph and the plan say of them.
+    """Group layers that share a format, according to the graph and the plan.
 
     Layers of one module that read one value are served as one product: query, key and value, or
     gate and up. All experts of a module are, and modules that share a weight store it once.
@@ -52,7 +52,7 @@ def find_units(calibration: Calibration) -> list[Unit]:
 
 
 def _keys(calibration: Calibration, name: str) -> Iterator[Hashable]:
-    """Yield what a layer has in common with those that share its format."""
+    """Yield the properties that layers of one format share."""
     plan, view = calibration.plan, calibration.plan.weights[name]
     yield "weight", calibration.graphs.weights.place(view)
     if view.index is not None:

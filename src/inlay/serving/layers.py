@@ -73,7 +73,7 @@ class IntegerLinear(nn.Module):
 
 
 def kernel_layer(layer: nn.Linear) -> tuple[nn.Module, str | None]:
-    """Return what computes a compressed layer, and why it is not a kernel, if it is none.
+    """Return the module that computes a compressed layer, and why it uses no kernel, if so.
 
     Without a kernel, the layer is decompressed, and quantizes and dequantizes its input.
     """

@@ -238,7 +238,7 @@ class StatisticsBySlot:
             )
 
     def rewind(self, before: Mapping[str, Statistics]) -> None:
-        """Forget what was observed since a snapshot was taken."""
+        """Return to a snapshot, and drop later observations."""
         kept = {name for known in self._grouped.values() for name in known.rewound(before)}
         self._grouped = {
             name: known

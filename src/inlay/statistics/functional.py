@@ -96,7 +96,7 @@ def require_tensors_of_their_own(
 def watching_ops(mode: FakeTensorMode) -> Iterator[None]:
     """Raise StatisticsError for ops on tensors without data that a graph would not repeat as is.
 
-    Numbers that are read from such tensors are symbols, for which nobody waits afterwards.
+    Numbers that are read from such tensors are symbols, so reading them does not synchronize.
     """
     shapes, watching = mode.shape_env, _Watching()  # type: ignore[no-untyped-call]
     with nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols(), watching:

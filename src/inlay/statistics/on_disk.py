@@ -42,7 +42,7 @@ _VERSION = 3
 _READABLE = (2, 3)
 _METADATA = "inlay"
 _SCALES = "equalized/"  # before the name of a group
-OTHER_WEIGHTS = "other_weights"  # what a user accepts to use statistics of another model
+OTHER_WEIGHTS = "other_weights"  # the word by which a user accepts statistics of another model
 _USUAL = {"equalize": None, "experts": "routed"}  # fields that a recipe has only if they are set
 
 

@@ -77,7 +77,7 @@ class GroupedStatistics:
         )
 
     def rewound(self, before: Mapping[str, Statistics]) -> set[str]:
-        """Forget what was observed since a snapshot was taken, if any group is in it.
+        """Return to a snapshot, if it has any group.
 
         Graphs that were there before go on with these tensors, so they are written to.
 

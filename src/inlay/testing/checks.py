@@ -103,7 +103,7 @@ def check_pass(
 
     :param step: the pass; or its class, if its fields are `plan` and `qparams`, which are then
         those of the generated models
-    :param graphs: graphs to try as well, each with what it is called with
+    :param graphs: further graphs to try, each with its arguments
     :param after: passes that have to run before it
     :param tolerance: how far outputs may move, unless the class says `keeps_function = False`
     :param example: the graph that the docstring shows before the pass, if that is not Python

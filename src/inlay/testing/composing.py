@@ -44,7 +44,7 @@ STANDARD = frozenset(
 class Standard:
     """A pipeline that Inlay runs itself.
 
-    :param name: what it makes a graph do
+    :param name: its effect on a graph
     """
 
     name: str

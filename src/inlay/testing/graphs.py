@@ -132,7 +132,7 @@ class GraphCase:
     """A graph to run a pass on.
 
     :param how: the tracer; None for a graph that was given
-    :param inputs: what the model, or the given graph, is called with
+    :param inputs: arguments of the model, or of the given graph
     :param recipe: how the model is to be quantized
     """
 

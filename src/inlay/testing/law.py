@@ -28,7 +28,7 @@ _S = TypeVar("_S")
 
 
 class BrokenLawError(AssertionError):
-    """A subject breaks a law; the message says which, how, and for which case."""
+    """A subject breaks a law. The message names the law, the case and the difference."""
 
 
 @dataclass(frozen=True)

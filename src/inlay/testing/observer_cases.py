@@ -141,7 +141,7 @@ class ObserverSubject:
 
     @cached_property
     def gathering(self) -> tuple[tuple[str, QuantizationArgs], ...]:
-        """Base names and arguments for which it gathers statistics while data runs."""
+        """Base names and arguments with statistics from data."""
         if self.observer_class.observes_input:
             weights = [args for base_name, args in self.accepted if base_name == "weight"]
             return tuple(("importance", args) for args in weights)
@@ -182,7 +182,7 @@ class ObserverSubject:
         least: int = 1,
         of: Collection[str] | None = None,
     ) -> st.SearchStrategy[ObserverCase]:
-        """Cases of several batches, for which the observer gathers statistics.
+        """Cases of several batches with statistics from data.
 
         :param of: the base names to draw; None for all of them
         """

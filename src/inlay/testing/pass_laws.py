@@ -1,4 +1,4 @@
-"""Laws for passes: what a function from graph to graph leaves alone, promises and says."""
+"""Laws for passes: inputs stay unchanged, promises hold, and results are reported honestly."""
 
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, fields

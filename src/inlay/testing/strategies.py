@@ -177,7 +177,7 @@ def padded_batches(
     dtype: torch.dtype = torch.float32,
     scaled: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch and the attention mask of its tokens, at least one of which counts.
+    """A batch and its attention mask, with at least one valid token.
 
     :param base_name: `q`, `k` or `v` for states of attention, (sequences, 2 heads, tokens, size)
     """

@@ -47,7 +47,7 @@ class SharedCopy:
         return self._pairs[id(module)][1]
 
     def refresh(self) -> None:
-        """Copy what was set on the original since it was last copied."""
+        """Copy attributes set on the original since the last copy."""
         for key, (module, counterpart) in list(self._pairs.items()):
             held = self._held[key]
             now = _held(module)

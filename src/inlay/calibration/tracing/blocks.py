@@ -152,7 +152,7 @@ class Block:
     :param module: the block in the model
     :param counterpart: the one in the copy; it is given a `forward` of its own
     :param compiled: runs a block as compiled code
-    :param outputs: what blocks return for which arguments, without data, while a model is traced
+    :param outputs: results of blocks by their arguments, without data, while a model is traced
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def by_name(
 class Strategy:
     """One way to trace and run a model.
 
-    :param description: what it traces, and how, for people
+    :param description: description for people
     """
 
     description: str
@@ -256,7 +256,7 @@ def _inside(
             continue
         met.add(id(value))
         held = value if is_container(value) else getattr(value, "__dict__", None)
-        # Nobody keeps what a batch was in a table, and to look through one takes long.
+        # Tables of batch contents are rare, and searching one takes long.
         if held is None or len(held) > _LARGE:
             continue
         yield f"{prefix}{key}", held

@@ -18,7 +18,7 @@ from inlay.ranks.identity import rank
 
 __all__ = ["Activations"]
 
-_VALUES = "values"  # key of the metadata that says what a file holds
+_VALUES = "values"  # metadata key of the layout of a file
 _LASTING = "lasting"
 _Key = tuple[int, bool]  # the number of a batch, and whether it passes through the equalized model
 
@@ -40,7 +40,7 @@ class Activations:
 
     def __init__(self, folder: Path, *, in_memory: bool, on_disk: bool = True) -> None:
         self.folder, self._in_memory, self._on_disk = folder, in_memory, on_disk
-        self._values: dict[_Key, dict[str, Any]] = {}  # what is kept for one stage alone
+        self._values: dict[_Key, dict[str, Any]] = {}  # values that only one stage uses
         self._lasting: dict[_Key, dict[str, str]] = {}  # digests of values by name
         self._shared: dict[str, torch.Tensor] = {}  # by digest, if they are in memory
         self._verified: set[str] = set()  # digests of shared values that were read back
@@ -64,7 +64,7 @@ class Activations:
         *,
         equalized: bool = False,
     ) -> None:
-        """Keep what a batch has before a stage, in the model as it is or in the equalized one."""
+        """Keep the activations of a batch before a stage, of the plain or the equalized model."""
         own: dict[str, Any] = {}
         key = batch, equalized
         lasting = self._lasting.get(key, {})

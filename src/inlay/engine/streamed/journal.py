@@ -63,7 +63,7 @@ class Journal:
     Over ranks, the first one keeps the journal, and the others know what it held at the start.
 
     :param out: the folder that the run will write
-    :param identity: what has to be the same for a run to go on: model, recipe, data, settings
+    :param identity: model, recipe, data and settings, which must not change between runs
     :param resume: go on with what is there; without it, a folder that has something is refused
     :param decision: how batches run if no interrupted run has decided, as values that JSON keeps
     """
@@ -113,11 +113,11 @@ class Journal:
         self._save()
 
     def remove(self) -> None:
-        """Remove what the run has written here, and leave what somebody else has."""
+        """Remove the files of this run, and leave all others."""
         remove_work_folder(self.folder, *_WRITTEN)
 
     def _remove_leftovers(self) -> None:
-        """Remove what a run left that was killed before it noted or after it removed its journal.
+        """Remove files of a run that was killed before it wrote its journal, or at its end.
 
         :raises ConfigurationError: if there are files that would become part of the checkpoint
         """

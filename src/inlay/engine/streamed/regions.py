@@ -37,7 +37,7 @@ class Segment:
 class Regions(Sequence[Region]):
     """All regions of a model, in the order in which batches run through them.
 
-    :param segments: what the model runs, in order
+    :param segments: segments of the model, in the order of execution
     :param plan: a weight outside of the blocks whose inputs are observed waits for the last region,
         and so does all that equalization may scale with it
     :raises ConfigurationError: if the model cannot be cut

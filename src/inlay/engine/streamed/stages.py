@@ -56,7 +56,7 @@ class StagedGraph:
     def run(self, stage: int, args: Sequence[Any], values: Mapping[str, Any]) -> dict[str, Any]:
         """Run one stage.
 
-        :param args: what the graph is called with
+        :param args: arguments of the graph
         :param values: by name, those that earlier stages computed and this or a later one reads
         :return: the same for the next stage; after the last, what the graph returns as `output`
         """

@@ -256,7 +256,7 @@ class Streaming(Engine):
                 self._activations.restore(stages[0], self._batches, checks, equalized=equalized)
 
     def _restore(self, kept: Kept, done: int) -> None:
-        """Restore what a region has left, of so many that are finished."""
+        """Restore the results of a finished region."""
         run, stored = self.run, kept.statistics()
         # What all ranks have seen so far outside of the blocks counts once.
         run.statistics.restore(
