@@ -1,8 +1,10 @@
 """A search from data to a recipe, on small models."""
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import inlay
 from inlay.cli import app
 from inlay.errors import ConfigurationError
 from inlay.searching import Found, Scores
+from inlay.searching.page import render_search
 
 ROWS = torch.randint(0, 60, (28, 24), generator=torch.Generator().manual_seed(0))
 BATCHES = [{"input_ids": rows} for rows in ROWS.split(4)]
@@ -171,6 +174,8 @@ def test_the_command_writes_a_recipe(model: torch.nn.Module, tmp_path: Path) -> 
     chosen = inlay.Recipe.from_yaml(recipe)
     assert {g.weights.num_bits for g in chosen.config.config_groups.values()} == {4, 8}
     scores = recipe.with_suffix(".scores.json")
+    page = recipe.with_suffix(".html").read_text()
+    assert "Frontier" in page
     done = run(folder, "--scores", scores, "--size", "40KB", "--out", other, "--formats", FORMATS)
     assert done.exit_code == 0, done.output
     assert "predicted" in done.stdout
@@ -179,6 +184,28 @@ def test_the_command_writes_a_recipe(model: torch.nn.Module, tmp_path: Path) -> 
     assert refused.exit_code == 1
     assert "pass --overwrite" in refused.stderr
     assert run(folder, "--data", data, "--out", tmp_path / "new.yaml").exit_code == 2
+
+
+def test_the_page_shows_the_frontier_and_the_format_of_each_layer(found: Found) -> None:
+    page = render_search(found)
+    (drawing,) = re.findall(r"<svg.*</svg>", page, re.DOTALL)
+    root = ElementTree.fromstring(drawing)
+    (line,) = (each for each in root if each.get("class") == "frontier")
+    points = [tuple(map(float, each.split(","))) for each in str(line.get("points")).split()]
+    assert len(points) > 5
+    # More bits are further to the right, and lose less, which is further down.
+    assert points == sorted(points)
+    assert [y for _, y in points] == sorted(y for _, y in points)
+    (choice,) = (each for each in root if each.get("class") == "choice")
+    (check,) = (each for each in root if each.get("class") == "check")
+    assert (choice.get("cx"), choice.get("cy")) == (check.get("cx"), check.get("cy"))
+    for name, chosen in found.formats.items():
+        place = found.scores.formats.index(chosen)
+        assert re.search(
+            rf'class="format-{place}" title="[^"]*{re.escape(name)}[^"]*: {chosen}', page
+        )
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
 
 
 @pytest.mark.parametrize(

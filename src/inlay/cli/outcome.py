@@ -88,6 +88,7 @@ def show_search(found: "Found", out: Path) -> None:
     elif found.predicted_kl is not None:
         facts["KL divergence"] = f"{number(found.predicted_kl)}, predicted"
     facts["scores"] = str(out.with_suffix(".scores.json"))
+    facts["report"] = str(out.with_suffix(".html"))
     grid = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         grid.add_row(name, value)

@@ -19,8 +19,9 @@ from inlay.files import write_atomically
 from inlay.report.data import Change, Finding, ReportData
 from inlay.report.numbers import count, duration, measured, number, size
 
-__all__ = ["render", "write"]
+__all__ = ["escaped", "render", "static_page", "write"]
 
+_NONE = "'none'"
 _SCRIPTS = ("text.js", "charts.js", "table.js", "coverage.js", "page.js")
 # Inside a script element an HTML parser looks for a few sequences, whatever the script's type.
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in ("<", ">", "&", chr(0x2028), chr(0x2029))})
@@ -34,7 +35,7 @@ def render(data: ReportData) -> str:
     script = "(() => {\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
     return Template(_asset("page.html")).substitute(
         policy=_policy(scripts=[library, script], styles=[style]),
-        title=_escaped(data.title),
+        title=escaped(data.title),
         license=_asset("chart.LICENSE.md").strip(),
         style=style,
         library=library,
@@ -51,7 +52,36 @@ def write(data: ReportData, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _escaped(text: str) -> str:
+def static_page(title: str, body: str, *, style: str = "") -> str:
+    """Return a page in the style of the report that runs no script and makes no request.
+
+    :param body: HTML, whose texts are escaped
+    :param style: CSS besides that of the report
+    """
+    sheet = _asset("page.css") + style
+    policy = _policy(scripts=(), styles=[sheet])
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{escaped(title)}</title>
+<style>{sheet}</style>
+</head>
+<body>
+<main class="page">
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def escaped(text: str) -> str:
+    """Escape a text for HTML."""
     # Half a surrogate pair, as in a file name that is not UTF-8, cannot be encoded.
     return escape(text.encode("utf-8", "replace").decode("utf-8"))
 
@@ -65,12 +95,12 @@ def _policy(*, scripts: Iterable[str], styles: Iterable[str]) -> str:
     """Return a policy that loads nothing and runs only the scripts of the page."""
     return "; ".join(
         [
-            "default-src 'none'",
-            f"script-src {' '.join(map(_source_hash, scripts))}",
+            f"default-src {_NONE}",
+            f"script-src {' '.join(map(_source_hash, scripts)) or _NONE}",
             f"style-src {' '.join(map(_source_hash, styles))}",
             "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
+            f"base-uri {_NONE}",
+            f"form-action {_NONE}",
         ]
     )
 
@@ -102,10 +132,10 @@ def _summary(data: ReportData) -> str:
         facts["Equalized"] = _equalized_line(data)
     if data.compensated:
         facts["Compensated"] = _compensated_line(data)
-    terms = "".join(f"<dt>{name}</dt><dd>{_escaped(text)}</dd>" for name, text in facts.items())
+    terms = "".join(f"<dt>{name}</dt><dd>{escaped(text)}</dd>" for name, text in facts.items())
     return "\n".join(
         [
-            f"<h1>{_escaped(data.title)}</h1>",
+            f"<h1>{escaped(data.title)}</h1>",
             f"<dl>{terms}</dl>",
             "<h2>How the output changed</h2>",
             _items(map(_change_line, data.changes), nothing="Not measured."),
@@ -116,7 +146,7 @@ def _summary(data: ReportData) -> str:
 
 
 def _items(lines: Iterable[str], *, nothing: str) -> str:
-    items = "".join(f"<li>{_escaped(line)}</li>" for line in lines)
+    items = "".join(f"<li>{escaped(line)}</li>" for line in lines)
     return f"<ul>{items}</ul>" if items else f"<p>{nothing}</p>"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from inlay.files import write_atomically
 from inlay.recipe import Recipe
 from inlay.report.data import Estimate
+from inlay.searching.page import render_search
 from inlay.searching.recipes import modifier_text
 from inlay.searching.scores import Scores
 from inlay.searching.solving import Choice
@@ -71,9 +72,10 @@ class Found:
         return modifier_text(self.recipe, comments)
 
     def save(self, path: str | Path) -> Path:
-        """Write the recipe, and beside it the scores, for other targets."""
+        """Write the recipe, and beside it a page, and the scores for other targets."""
         path = Path(path)
         write_atomically(path, self.to_yaml())
+        write_atomically(path.with_suffix(".html"), render_search(self))
         self.scores.save(path.with_suffix(".scores.json"))
         return path
 
