@@ -299,6 +299,28 @@ def test_searching(show: Open, sample: ReportData) -> None:
     assert len(column(page, "Slot")) == 28
 
 
+def test_a_finding_leads_to_its_slot(show: Open, sample: ReportData) -> None:
+    page = show(sample)
+    page.locator("#table-kind").select_option("weight")
+    finding = page.locator("#findings li").first
+    finding.locator("button").click()
+    assert column(page, "Slot") == [finding.locator("button").inner_text()]
+
+
+def test_errors_of_weights_alone_say_why(show: Open, sample: ReportData) -> None:
+    assert "errors of inputs" not in show(sample).locator("#errors-note").inner_text()
+    layers = tuple(replace(layer, sqnr_db=None, input_sqnr_db=None) for layer in sample.layers)
+    note = show(replace(sample, layers=layers)).locator("#errors-note").inner_text()
+    assert "No held-out data ran, so errors of inputs and outputs are unknown" in note
+
+
+def test_nothing_is_said_twice_about_the_model(show: Open, sample: ReportData) -> None:
+    named = replace(sample, model="model", scheme="W8A8", title="model, W8A8")
+    byline = show(named).locator("#byline").inner_text()
+    assert "model" not in byline
+    assert byline.endswith("UTC")
+
+
 def test_the_picker_changes_the_distribution(show: Open, sample: ReportData) -> None:
     page = show(sample)
     picker = page.locator("#slot")

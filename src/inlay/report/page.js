@@ -126,8 +126,9 @@ function changeCard([change]) {
 function fillSummary(report) {
   document.title = report.title;
   byId("title").textContent = report.title;
-  const parts = [report.model, report.scheme, report.created.replace("T", " ").replace("+00:00", " UTC")];
-  byId("byline").textContent = parts.filter(Boolean).join(" \u00b7 ");
+  const created = report.created.replace("T", " ").replace("+00:00", " UTC");
+  const known = [report.model, report.scheme].filter((part) => !report.title.includes(part));
+  byId("byline").textContent = [...known, created].filter(Boolean).join(" \u00b7 ");
   byId("cards").replaceChildren(
     sizeCard(report),
     changeCard(report.changes),
@@ -221,9 +222,23 @@ function fillEqualized({ equalized, unequalized }) {
   byId("equalized").replaceChildren(...parts);
 }
 
+/** Makes a link that finds the slots of a module, or one slot, in the table. */
+function aboutLink(name) {
+  const button = element("button", "link", name);
+  button.type = "button";
+  button.title = "Find in the table of slots";
+  button.addEventListener("click", () => {
+    byId("table-kind").value = "";
+    byId("search").value = name;
+    byId("search").dispatchEvent(new Event("input"));
+    byId("slots-heading").scrollIntoView();
+  });
+  return button;
+}
+
 function findingItem({ severity, about, text }) {
   const lines = [element("p", "", text)];
-  if (about) lines.unshift(element("p", "name", about));
+  if (about) lines.unshift(element("p", "name", [aboutLink(about)]));
   return element("li", "", [
     element("span", `badge ${severity === "warning" ? "warning" : "note"}`, severity),
     element("div", "text", lines),
@@ -303,6 +318,7 @@ function errorsSection(layers, kinds) {
     body.replaceChildren(nothing("The error of layers was not measured."));
     return () => {};
   }
+  const onlyWeights = parts.every(([part]) => part === "weight");
   const select = byId("errors-part");
   fillSelect(select, parts);
   const modules = layers.map((layer) => layer.module);
@@ -325,7 +341,7 @@ function errorsSection(layers, kinds) {
     const entries = all.filter(({ value }) => isDrawable(value));
     groups = groupByKind(entries, kinds);
     fillLegend(byId("errors-legend"), groups, hidden, drawShown);
-    byId("errors-note").textContent = errorsNote(all, entries);
+    byId("errors-note").textContent = errorsNote(all, entries, onlyWeights);
     byId("worst").replaceChildren(
       ...lowest(entries).map(({ module, value }) =>
         element("li", "", [
@@ -343,13 +359,17 @@ function errorsSection(layers, kinds) {
 
 const lowest = (entries) => [...entries].sort((a, b) => a.value - b.value).slice(0, WORST);
 
-function errorsNote(all, drawn) {
+const ONLY_WEIGHTS =
+  "No held-out data ran, so errors of inputs and outputs are unknown: pass data to see them.";
+
+function errorsNote(all, drawn, onlyWeights) {
   const middle = withUnit(formatDecibels(median(drawn.map(({ value }) => value))), "dB");
   const exact = all.filter(({ value }) => value === Infinity).length;
   const unknown = all.length - drawn.length - exact;
   const parts = [`Half of the ${formatCount(drawn.length)} layers are above ${middle}.`];
   if (exact) parts.push(`${formatCount(exact)} without any error are not drawn.`);
   if (unknown) parts.push(`${formatCount(unknown)} without a value are not drawn.`);
+  if (onlyWeights) parts.push(ONLY_WEIGHTS);
   return parts.join(" ");
 }
 
