@@ -10,7 +10,10 @@ export TOKENIZERS_PARALLELISM := false
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 
-test: lint
+# One of the tests runs mypy, beside the others.
+test: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
 
 quick: $(VENV)/.installed

@@ -24,7 +24,13 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr
 
 
 # Tests that take longest, so that none of them is left for one process when the other is done.
-_FIRST = ("test_examples.py", "test_for_real.py", "test_inductor.py", "test_families.py")
+_FIRST = (
+    "test_examples.py",
+    "test_types.py",
+    "test_for_real.py",
+    "test_inductor.py",
+    "test_families.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

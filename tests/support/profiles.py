@@ -35,7 +35,7 @@ def load_profile() -> None:
         "print_blob": True,
         "suppress_health_check": [HealthCheck.too_slow],
     }
-    settings.register_profile("same", max_examples=40, derandomize=True, database=None, **always)
+    settings.register_profile("same", max_examples=30, derandomize=True, database=None, **always)
     settings.register_profile("fuzz", max_examples=60 * _TIMES, **always)
     settings.register_profile(
         "unshrunk", derandomize=True, database=None, phases=[Phase.generate], **always
