@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test quick compat fuzz lint bench docs dist clean
+.PHONY: demo test quick compat fuzz sweep lint bench docs dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
@@ -31,6 +31,10 @@ compat: $(COMPAT)/.installed
 # Laws only, on random examples and fifty times as many of them: finds what `make test` cannot.
 fuzz: $(VENV)/.installed
 	INLAY_EXAMPLES=fuzz $(BIN)/python -m pytest -m hypothesis
+
+# Every causal language model of transformers, small. A fixed sample of it is in the tests.
+sweep: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/families/sweep.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python tests/benchmarks/run.py

@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +74,52 @@ def read_back(calibration: Calibration, folder: Path) -> nn.Module:
         for name in [f"{module}.{own}"]
     }
     tied = set(tied_names(model))
+    for name, key in wanted.items():
+        if key not in stored:  # a rule of transformers may rename a weight and not its scales
+            wanted[name] = _renamed(calibration.model, name, stored) or key
+    converted = _converted(calibration, stored, wanted)
+    wanted = {name: key for name, key in wanted.items() if name not in converted}
     missing = [key for name, key in wanted.items() if key not in stored and name not in tied]
-    unread = stored.keys() - set(wanted.values())
+    keys_read = {key for own, _ in converted.values() for key in own}
+    unread = stored.keys() - set(wanted.values()) - keys_read
     for problem, keys in (("lacks", missing), ("has, and nothing reads,", sorted(unread))):
         if keys:
             raise CheckError(f"the checkpoint {problem} {', '.join(keys[:5])}")
     found = {name: stored[key] for name, key in wanted.items() if key in stored}
+    found.update({name: tensor for name, (_, tensor) in converted.items()})
     model.load_state_dict(found, strict=False)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     compressor.decompress_model(model)
     loaded: nn.Module = model.eval()
     return loaded
+
+
+def _renamed(model: nn.Module, name: str, stored: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name under which a tensor is stored if transformers renames it as it is."""
+    saved = list(as_saved(model, {name: torch.empty(0, device="meta")}))
+    return saved[0] if len(saved) == 1 and saved[0] in stored else None
+
+
+def _converted(
+    calibration: Calibration, stored: Mapping[str, torch.Tensor], wanted: Mapping[str, str]
+) -> dict[str, tuple[list[str], torch.Tensor]]:
+    """Return tensors that are stored in another form, or under names that no module has.
+
+    Each is the model's own, if that is stored as transformers saves it.
+
+    :param wanted: the names of tensors in the model, each with the name expected in the checkpoint
+    :return: the names under which each is stored, and its value
+    """
+    own = equalized_copy(calibration).state_dict()
+    found = {}
+    for name, key in wanted.items():
+        if key in stored or name not in own:
+            continue
+        saved = as_saved(calibration.model, {name: own[name]})
+        if all(each in stored and torch.equal(stored[each], saved[each]) for each in saved):
+            found[name] = (list(saved), own[name])
+    return found
 
 
 def _apply(model: nn.Module, config: QuantizationConfig) -> None:

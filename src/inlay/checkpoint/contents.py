@@ -19,7 +19,13 @@ from inlay.observers import QParamsDict
 from inlay.recipe import Plan, Slot
 from inlay.recipe.served_stacks import require_all_or_none
 from inlay.steps.weights import Weights
-from inlay.transformers_private import as_saved, left_out_of_saving, without_ties
+from inlay.transformers_private import (
+    Loading,
+    as_saved,
+    left_out_of_saving,
+    read_as_linear,
+    without_ties,
+)
 
 __all__ = ["Contents", "compressed_layer"]
 
@@ -75,6 +81,7 @@ class Contents:
         own = dict(self.model.named_parameters(remove_duplicate=False))
         changed = (name for name in plain if equalized.is_changed(own.get(name)))
         plain.update({name: equalized.of(own[name]) for name in changed})
+        plain = _one_by_one(self.model, plain)
         saved = _as_saved(self.model, plain, quantized, self.names)
         compressed = {id(tensor) for tensor in quantized.values()}
         return saved, [name for name, tensor in saved.items() if id(tensor) in compressed]
@@ -173,6 +180,25 @@ def _observed_shape(
     return {"weight": (rows, columns), "input": (columns,), "output": (rows,)}[slot.base_name]
 
 
+def _one_by_one(model: nn.Module, plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cut stacks in full precision that loaders replace by a Linear for each matrix."""
+    stacks = [f"{name}." for name in read_as_linear(model)]
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in plain.items():
+        holder = next((each for each in stacks if name.startswith(each)), None)
+        if holder is None:
+            found[name] = tensor
+            continue
+        own = name.removeprefix(holder)
+        projections = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
+        for number, matrix in enumerate(tensor):  # inputs first
+            for projection, part in zip(
+                projections, matrix.chunk(len(projections), 1), strict=True
+            ):
+                found[f"{holder}{number}.{projection}.weight"] = part.t().contiguous()
+    return found
+
+
 def _as_saved(
     model: Any,
     unquantized: dict[str, torch.Tensor],
@@ -190,12 +216,40 @@ def _as_saved(
             named[f"{names[module]}.{part}"] = tensor
         else:
             others[name] = tensor
-    saved = {**as_saved(model, {**unquantized, **others}), **named}
+    plain = {**unquantized, **others}
+    saved = as_saved(model, plain)
     kept = {id(tensor) for tensor in saved.values()}
-    changed = [name for name, tensor in quantized.items() if id(tensor) not in kept]
+    changed = [name for name, tensor in others.items() if id(tensor) not in kept]
     if changed:
+        apart = _kept_apart(model, plain, changed)
+        rest = {name: tensor for name, tensor in plain.items() if name not in apart}
+        saved = {**as_saved(model, rest), **{name: plain[name] for name in apart}}
+    return {**saved, **named}
+
+
+def _kept_apart(
+    model: Any, tensors: Mapping[str, torch.Tensor], changed: Sequence[str]
+) -> list[str]:
+    """Return the tensors to write under the model's own names, as saving would merge them.
+
+    Packed weights and scales cannot be merged. A loader that splits merged tensors also reads those
+    under the names of the model.
+
+    :param changed: the names of quantized tensors that saving would merge or split
+    :raises ConfigurationError: if a loader does not read them
+    """
+    places = {
+        name: set(as_saved(model, {name: torch.empty_like(tensor, device="meta")}))
+        for name, tensor in tensors.items()
+    }
+    merged = set[str]().union(*(places[name] for name in changed))
+    apart = [name for name, own in places.items() if own & merged]
+    weights = {name for name in apart if name in model.state_dict()}
+    read = Loading.of(model).sources(model, weights)
+    unread = [name for name in weights if read.get(name) != [name]]
+    if unread:
         raise ConfigurationError(
-            f"saving would merge or split {', '.join(changed)}, which is impossible for quantized "
-            "tensors; ignore these modules in the recipe"
+            f"saving would merge or split {', '.join(sorted(unread))}, which is impossible for "
+            "quantized tensors; ignore these modules in the recipe"
         )
-    return saved
+    return apart

@@ -33,7 +33,7 @@ from inlay.ranks.together import meet
 from inlay.recipe import Plan, Recipe
 from inlay.recipe.served_stacks import warn_of_plain_stacks
 from inlay.steps.weights import Weights
-from inlay.transformers_private import copy_remote_code
+from inlay.transformers_private import copy_remote_code, read_as_linear
 
 __all__ = [
     "CheckpointSizes",
@@ -130,7 +130,9 @@ def finish_checkpoint(
         config.ignore = [*(config.ignore or []), *left_over.ignored]
     total = name_files(folder, names, parameters=parameters)
     formats = [scheme.format for scheme in config.config_groups.values()]
-    warn_of_plain_stacks(plan.stacks_left, formats)
+    cut = read_as_linear(model)
+    left = {name: why for name, why in plan.stacks_left.items() if name not in cut}
+    warn_of_plain_stacks(left, formats)
     dtype = dtype_to_load(formats)
     _write_configs(folder, model, contents.keep_ties, dtype)
     ModelCompressor(quantization_config=config).update_config(str(folder))

@@ -131,7 +131,7 @@ LAYOUTS: tuple[Layout, ...] = (
         "linear",
         _is_conv1d,
         _transposed_weight,
-        lambda _: "Inlay cannot yet write one that servers load",
+        lambda _: "transformers loads quantized weights of Linear and Embedding modules alone",
     ),
     Layout("grouped", _has_experts, _weights_of_experts, _problem_with_experts),
 )

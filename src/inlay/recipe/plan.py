@@ -25,7 +25,7 @@ from inlay.recipe.requirements import (
 )
 from inlay.recipe.served_stacks import scheme_of_stacks
 from inlay.recipe.slot import BASE_NAMES, Slot, channels_of
-from inlay.recipe.targets import Ports, own_layout, quantized_ports, schemes_of
+from inlay.recipe.targets import Ports, own_layout, quantized_ports, refuse_unserved, schemes_of
 
 __all__ = ["Plan"]
 
@@ -69,6 +69,8 @@ class Plan:
             warnings.warn(text, stacklevel=3)
         for holder, own in groupby(stacks, lambda stack: stack.holder):
             self._add_stacks(holder, list(own), everything)
+        if not self.slots:
+            refuse_unserved(model)
         for name in self.stacks:
             self._owners.add(name, model.get_parameter(name))
         require_fitting_shapes(self.weights, self.slots.values())

@@ -17,7 +17,7 @@ from inlay.model import Layout, layout_of
 from inlay.recipe.recipe import Recipe
 from inlay.recipe.recognition import problem_with_product
 
-__all__ = ["Ports", "own_layout", "quantized_ports", "schemes_of"]
+__all__ = ["Ports", "own_layout", "quantized_ports", "refuse_unserved", "schemes_of"]
 
 Ports = list[tuple[str, QuantizationArgs]]
 
@@ -28,6 +28,25 @@ def own_layout(name: str, module: nn.Module) -> Layout | None:
     if layout is None or layout.kind == "grouped" or layout.problem(module) is not None:
         return None
     return layout
+
+
+def refuse_unserved(model: nn.Module) -> None:
+    """Refuse a model of which no weight has a layout that a quantized checkpoint can hold."""
+    unserved = {
+        name: problem
+        for name, module in model.named_modules()
+        if (layout := layout_of(name, module)) is not None
+        and layout.kind != "grouped"
+        and (problem := layout.problem(module)) is not None
+    }
+    if unserved:
+        name, problem = next(iter(unserved.items()))
+        kind = type(model.get_submodule(name)).__name__
+        raise ConfigurationError(
+            f"{name} and {len(unserved) - 1} other modules of {type(model).__name__} are {kind}, "
+            f"and {problem}. Nothing else is left to quantize; serve the model as it is, or copy "
+            "the weights into Linear modules"
+        )
 
 
 def quantized_ports(

@@ -10,7 +10,13 @@ from inlay.transformers_private.gguf import correct_tokenizer
 from inlay.transformers_private.loading import Loading, Mismatch, model_without_data
 from inlay.transformers_private.messages import asks_for_trust, gist
 from inlay.transformers_private.names import GROUPED_PRODUCT, left_out_of_saving, tied_names
-from inlay.transformers_private.saving import as_saved, copy_remote_code, saved_name, without_ties
+from inlay.transformers_private.saving import (
+    as_saved,
+    copy_remote_code,
+    read_as_linear,
+    saved_name,
+    without_ties,
+)
 
 __all__ = [
     "GROUPED_PRODUCT",
@@ -24,6 +30,7 @@ __all__ = [
     "gist",
     "left_out_of_saving",
     "model_without_data",
+    "read_as_linear",
     "saved_name",
     "tied_names",
     "without_ties",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["as_saved", "copy_remote_code", "saved_name", "without_ties"]
+__all__ = ["as_saved", "copy_remote_code", "read_as_linear", "saved_name", "without_ties"]
 
 
 def as_saved(model: Any, tensors: Mapping[str, "torch.Tensor"]) -> dict[str, "torch.Tensor"]:
@@ -44,6 +44,23 @@ def without_ties(model: Any, state: dict[str, "torch.Tensor"]) -> dict[str, "tor
 
     kept: dict[str, torch.Tensor] = remove_tied_weights_from_state_dict(state, model)
     return kept
+
+
+def read_as_linear(model: Any) -> list[str]:
+    """Return the modules in whose place transformers puts Linear modules in a quantized model.
+
+    transformers 5.0; documented nowhere. Without it, experts of Llama 4 that stay in full precision
+    would be written as a tensor that transformers does not read.
+    """
+    from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+
+    patched = {
+        name
+        for name, patch in MODULES_TO_PATCH_FOR_QUANTIZATION.items()
+        if "compressed-tensors"
+        in [str(getattr(m, "value", m)) for m in patch["quantization_methods"]]
+    }
+    return [name for name, module in model.named_modules() if type(module).__name__ in patched]
 
 
 def copy_remote_code(model: Any, folder: Path, config: Any) -> None:
