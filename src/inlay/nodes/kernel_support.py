@@ -6,14 +6,22 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 
 from inlay.nodes.kernels import is_float8
-from inlay.torch_private import has_float8_product, has_integer_product
+from inlay.nodes.packed_linear import BLOCK, is_known_order
+from inlay.torch_private import has_float8_product, has_integer_product, has_weight_products
 
-__all__ = ["missing_kernels", "unsupported_formats", "unsupported_sizes"]
+__all__ = [
+    "missing_kernels",
+    "missing_packed_kernels",
+    "unsupported_formats",
+    "unsupported_packing",
+    "unsupported_sizes",
+]
 
 _BITS = 8
 # Sums of so many products of two 8-bit integers, and their correction, fit into 32 bits.
 _MOST_INPUTS = 2**16 - 1
 _FEWEST_INPUTS = 2  # torch 2.13 returns wrong numbers for one
+_GROUPS = (32, 64, 128, 256)  # columns of a 4-bit weight that may share a scale
 # What cuBLAS asks of the numbers of inputs and outputs.
 _MULTIPLES = {"int": 8, "float": 16}
 # The first NVIDIA GPUs with these products: A100, and those of the generations Ada and Hopper.
@@ -43,6 +51,36 @@ def unsupported_sizes(device: str, type: str, weight: torch.Size) -> str | None:
         return None
     sizes = " and ".join(map(str, weight))
     return f"cuBLAS multiplies sizes divisible by {multiple} only, not {sizes}"
+
+
+def unsupported_packing(weights: QuantizationArgs, weight: torch.Size) -> str | None:
+    """Say why no kernel reads such a weight as it is stored, for inputs in full precision."""
+    problem = None if weights.symmetric else "its weight has zero points"
+    if weights.type != QuantizationType.INT or weights.num_bits not in (4, _BITS):
+        return f"its weight has {_format(weights)}"
+    if problem is not None or weights.actorder == "group":
+        return problem or "the columns of its weight are in another order"
+    if weights.num_bits == _BITS:
+        is_known = weights.strategy == QuantizationStrategy.CHANNEL
+        return None if is_known else f"its 8-bit weight has scales per {_named(weights.strategy)}"
+    if weights.strategy != QuantizationStrategy.GROUP or weights.group_size not in _GROUPS:
+        size = weights.group_size or _named(weights.strategy)
+        return f"its 4-bit weight has scales per {size}, not per {', '.join(map(str, _GROUPS))}"
+    if weight[0] % BLOCK or weight[1] % weights.group_size:
+        return f"its {weight[0]} outputs and {weight[1]} inputs are no multiples of {BLOCK}"
+    return None
+
+
+@cache
+def missing_packed_kernels(device: str) -> str | None:
+    """Say why reading packed weights does not pay on a kind of device; None if it does."""
+    if device != "cpu":
+        return f"kernels for packed weights run on a CPU, not on {device}"
+    if not has_weight_products():
+        return "this version of torch has no kernels for packed weights"
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "the processor has no AVX-512"
+    return None if is_known_order() else "this version of torch packs weights in another order"
 
 
 @cache

@@ -13,7 +13,7 @@ from inlay.checkpoint.loading import Place, class_of, dtype_of, require_all_weig
 from inlay.checkpoint.source import Source
 from inlay.errors import ConfigurationError
 from inlay.options import LoadKeywords
-from inlay.serving.layers import IntegerLinear, kernel_layer
+from inlay.serving.layers import IntegerLinear, PackedLinear, kernel_layer
 
 __all__ = ["compiled_in_parts", "load", "use_kernels", "weight_bytes"]
 
@@ -22,8 +22,9 @@ def load(place: Place, *, compile: bool = True, **options: Unpack[LoadKeywords])
     """Load a checkpoint of compressed-tensors, by Inlay or llm-compressor, to run it fast.
 
     Linear layers with int8 weights and inputs run on integer kernels and keep their weights in
-    int8. Others are decompressed, as transformers does it, with a warning that says why. The model
-    is that of transformers: call it, or its `generate`.
+    int8. Layers whose weights alone are quantized keep them packed: a kernel reads them for few
+    rows, and for many they are dequantized first. Others are decompressed, as transformers does it,
+    with a warning that says why. The model is that of transformers: call it, or its `generate`.
 
     :param place: a folder, or a name on the hub whose files are in the local cache
     :param compile: compile with Inductor, when the model first runs: of a model that generates,
@@ -108,7 +109,8 @@ def compiled_in_parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
     compile once each, because each has a number by which it finds its cache.
     """
     for own, child in module.named_children():
-        if not any(isinstance(each, IntegerLinear) for each in child.modules()):
+        kernels = (IntegerLinear, PackedLinear)
+        if not any(isinstance(each, kernels) for each in child.modules()):
             continue
         path = f"{name}.{own}" if name else own
         if not isinstance(child, nn.ModuleList) and _takes_values(child):

@@ -21,6 +21,10 @@ __all__ = [
     "float8_product",
     "has_float8_product",
     "has_integer_product",
+    "has_weight_products",
+    "int4_packed",
+    "int4_packed_product",
+    "int8_weight_product",
     "integer_product",
     "is_grouped_product",
     "onednn_linear",
@@ -136,6 +140,31 @@ def float8_product(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         value.reshape(-1, length), weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32
     )
     return product.reshape(*lead, len(weight))
+
+
+def has_weight_products() -> bool:
+    """Return whether torch has kernels for weights in int8 and int4 on a CPU. torch 2.6."""
+    return hasattr(torch, "_weight_int8pack_mm") and hasattr(torch, "_weight_int4pack_mm_for_cpu")
+
+
+def int8_weight_product(
+    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Multiply rows by an int8 weight with one scale a row of it, as `F.linear` does. torch 2.3."""
+    return torch._weight_int8pack_mm(rows.contiguous(), weight, scale)
+
+
+def int4_packed(integers: torch.Tensor) -> torch.Tensor:
+    """Pack a weight of integers from 0 to 15, for which 8 stands for zero. torch 2.6."""
+    return torch._convert_weight_to_int4pack_for_cpu(integers, 1)
+
+
+def int4_packed_product(
+    rows: torch.Tensor, packed: torch.Tensor, group: int, scales: torch.Tensor
+) -> torch.Tensor:
+    """Multiply rows by a packed weight with scales of shape (groups, outputs). torch 2.6."""
+    both = torch.stack((scales, torch.zeros_like(scales)), -1)
+    return torch._weight_int4pack_mm_for_cpu(rows.contiguous(), packed, group, both)
 
 
 def set_grad_enabled() -> Callable[..., Any]:
