@@ -14,7 +14,7 @@ from inlay.checkpoint.loading import load_model
 from inlay.checkpoint.source import Source
 from inlay.checkpoint.stored_model import StoredModel
 from inlay.cli.arguments import Model
-from inlay.cli.commands import calibrate, check, compare, requantize, show
+from inlay.cli.commands import calibrate, check, compare, requantize, search, show
 from inlay.cli.flags import Only, Without, with_flags
 from inlay.data.sources import batches_of
 from inlay.options import (
@@ -26,6 +26,8 @@ from inlay.options import (
     LoadOptions,
     Options,
     RunKeywords,
+    SearchKeywords,
+    SearchOptions,
     StreamKeywords,
     StreamOptions,
     WriteKeywords,
@@ -40,6 +42,7 @@ GROUPS = [
     (Options, RunKeywords, inlay.calibrate),
     (StreamOptions, StreamKeywords, inlay.stream),
     (CompareOptions, CompareKeywords, inlay.compare),
+    (SearchOptions, SearchKeywords, inlay.search),
     (WriteOptions, WriteKeywords, inlay.Calibration.save),
 ]
 
@@ -55,7 +58,7 @@ def test_keywords_are_the_fields(options: type, keywords: type, function: Any) -
             assert taken[own.name].default == own.default
 
 
-@pytest.mark.parametrize(("options", "_", "function"), GROUPS[:7])
+@pytest.mark.parametrize(("options", "_", "function"), GROUPS[:8])
 def test_unknown_keywords_are_refused(options: type, _: type, function: Any) -> None:
     given: dict[str, Any] = {"out": "out"} if function is inlay.stream else {}
     needed = ["nowhere"] * {DataOptions: 1, LoadOptions: 1, CompareOptions: 3}.get(options, 2)
@@ -69,13 +72,15 @@ COMMANDS = [
     requantize.requantize,
     check.check,
     compare.compare,
+    search.search,
 ]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_line_has_the_same_defaults(command: Callable[..., None]) -> None:
     shown = inspect.signature(command).parameters
-    groups = [CompareOptions] if command is compare.compare else [StreamOptions, LoadOptions]
+    own_groups = {compare.compare: [CompareOptions], search.search: [SearchOptions, LoadOptions]}
+    groups = own_groups.get(command, [StreamOptions, LoadOptions])
     for own in (own for group in groups for own in fields(group)):
         if own.name not in shown or (own.name == "compiler" and command is check.check):
             continue

@@ -7,7 +7,7 @@ command. Importing this takes no time.
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from inlay.errors import ConfigurationError
 
@@ -34,6 +34,8 @@ __all__ = [
     "RowKeywords",
     "RowOptions",
     "RunKeywords",
+    "SearchKeywords",
+    "SearchOptions",
     "StreamKeywords",
     "StreamOptions",
     "WriteKeywords",
@@ -273,6 +275,64 @@ class CompareKeywords(LoadKeywords, RowKeywords, total=False):
     top_logprobs: int
     served_name: str | None
     progress: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(Options):
+    """The target of a search, and the formats that it chooses among."""
+
+    bits: float | None = _option(
+        None, "Reach this mean number of bits of a weight, without scales.", LIMITS
+    )
+    size: int | str | None = _option(
+        None, "Reach this size of the checkpoint, such as 2.1GB.", LIMITS
+    )
+    max_kl: float | None = _option(
+        None,
+        "Find the smallest checkpoint within this KL divergence from the model on held-out rows, "
+        "in nats per position.",
+        LIMITS,
+    )
+    formats: str = _option(
+        "W4A16:group_size=64,W8A16,bf16",
+        "Formats to choose among: presets, with changes of their weights as NAME:KEY=VALUE, and "
+        "bf16 for layers that stay as they are.",
+        RECIPE,
+    )
+    method: Literal["best", "plain"] = _option(
+        "best",
+        "How formats without an observer quantize, as for calibrate.",
+        RECIPE,
+        choices=("best", "plain"),
+    )
+    forward_only: bool = _option(
+        False,
+        "Score layers by their relative error, without gradients. It needs less time and memory, "
+        "and chooses worse.",
+        RECIPE,
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse a search without a target, or with several."""
+        given = [name for name in ("bits", "size", "max_kl") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigurationError(
+                "a search has one target: bits (--bits 4.5), size (--size 2.1GB) or max_kl "
+                f"(--max-kl 0.05), not {' and '.join(given) or 'none'}"
+            )
+        if self.resume:
+            raise ConfigurationError("a search cannot resume; leave resume out")
+
+
+class SearchKeywords(RunKeywords, total=False):
+    """The fields of `SearchOptions` as keywords."""
+
+    bits: float | None
+    size: int | str | None
+    max_kl: float | None
+    formats: str
+    method: Literal["best", "plain"]
+    forward_only: bool
 
 
 def keywords_of(options: Any, group: type) -> dict[str, Any]:

@@ -13,42 +13,68 @@ from inlay.model import Weight
 from inlay.progress import watched
 from inlay.report.data import Estimate
 
-__all__ = ["compare_replaced"]
+__all__ = ["Replacing"]
+
+# Numbers of the logits of the model itself that are kept for further comparisons: 1 GB in float32.
+_KEPT = 1 << 28
 
 
-@torch.no_grad()
-def compare_replaced(
-    model: nn.Module,
-    views: Mapping[str, Weight],
-    weights: Mapping[str, torch.Tensor],
-    batches: Sequence[Any],
-    progress: bool | None = None,
-) -> dict[str, Estimate]:
-    """Compare a model with itself after some of its weights are replaced.
+class Replacing:
+    """Compares a model with what becomes of it when some of its weights are replaced.
 
     The model stays as it is: the weights are passed to its calls.
 
-    :param views: of the weights, by module
-    :param weights: those that replace the model's own, by module
-    :return: estimates by name, such as kl and agreement; none if the model predicts no
-        probabilities
+    :param views: of all weights that may be replaced, by module
+    :param batches: held-out batches
     """
-    parameters: dict[str, torch.Tensor] = {}
-    for name, weight in weights.items():
-        view = views[name]
-        if view.is_whole:
-            parameters[view.parameter] = weight
-            continue
-        if view.parameter not in parameters:
-            parameters[view.parameter] = model.get_parameter(view.parameter).detach().clone()
-        view.write(weight, parameters[view.parameter])
-    outputs = Outputs(model)
-    with evaluating(model):
-        for batch in watched(prepared(model, batches), "measuring", show=progress):
-            before = run_eagerly(model, batch)
-            after = torch.func.functional_call(
-                model, parameters, (), dict(named_inputs(model, batch))
-            )
-            outputs.add(batch, before, after)
-    found = [each for each in outputs.measures if isinstance(each, Choices)]
-    return found[0].estimates() if found else {}
+
+    def __init__(
+        self, model: nn.Module, views: Mapping[str, Weight], batches: Sequence[Any]
+    ) -> None:
+        self._model, self._views = model, views
+        self._batches = prepared(model, batches)
+        self._plain: dict[int, Any] = {}  # outputs of the model by batch, as many as fit
+        self._kept = 0
+
+    @torch.no_grad()
+    def compare(
+        self, weights: Mapping[str, torch.Tensor], progress: bool | None = None
+    ) -> dict[str, Estimate]:
+        """Return estimates by name, such as kl and agreement.
+
+        :param weights: those that replace the model's own, by module
+        :return: nothing if there are no batches, or the model predicts no probabilities
+        """
+        model, parameters = self._model, self._parameters(weights)
+        outputs = Outputs(model)
+        with evaluating(model):
+            for place, batch in enumerate(watched(self._batches, "measuring", show=progress)):
+                given = dict(named_inputs(model, batch))
+                after = torch.func.functional_call(model, parameters, (), given)
+                outputs.add(batch, self._before(place), after)
+        found = [each for each in outputs.measures if isinstance(each, Choices)]
+        return found[0].estimates() if found else {}
+
+    def _before(self, place: int) -> Any:
+        """Return the outputs of the model for a batch, and keep them if they are not too many."""
+        if place in self._plain:
+            return self._plain[place]
+        found = run_eagerly(self._model, self._batches[place])
+        logits = getattr(found, "logits", None)
+        if logits is not None and self._kept + logits.numel() <= _KEPT:
+            self._kept += logits.numel()
+            self._plain[place] = found
+        return found
+
+    def _parameters(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the parameters that hold weights, with these in their places."""
+        found: dict[str, torch.Tensor] = {}
+        for name, weight in weights.items():
+            view = self._views[name]
+            if view.is_whole:
+                found[view.parameter] = weight
+                continue
+            if view.parameter not in found:
+                found[view.parameter] = self._model.get_parameter(view.parameter).detach().clone()
+            view.write(weight, found[view.parameter])
+        return found

@@ -9,9 +9,8 @@ from typing_extensions import Unpack
 from inlay.collectives import have_ranks
 from inlay.errors import ConfigurationError
 from inlay.fingerprints import difference, fingerprints, weights_in
-from inlay.options import Options, RunKeywords
-from inlay.recipe.presets import Method
-from inlay.searching.formats import DEFAULT_FORMATS, parse_formats
+from inlay.options import SearchKeywords, SearchOptions
+from inlay.searching.formats import parse_formats
 from inlay.searching.found import Found
 from inlay.searching.recipes import mixed_recipe
 from inlay.searching.scores import Scores
@@ -29,16 +28,10 @@ def search(
     model: nn.Module,
     data: Any = None,
     *,
-    bits: float | None = None,
-    size: int | str | None = None,
-    max_kl: float | None = None,
-    formats: str | Iterable[str] = DEFAULT_FORMATS,
-    method: Method = "best",
-    ignore: Iterable[str] = (),
-    forward_only: bool = False,
     scores: Scores | None = None,
+    ignore: Iterable[str] = (),
     tokenizer: Any = None,
-    **keywords: Unpack[RunKeywords],
+    **keywords: Unpack[SearchKeywords],
 ) -> Found:
     """Choose a format for each layer, so that the model meets a target with the least loss.
 
@@ -47,29 +40,21 @@ def search(
     measure what the choice loses. Memory holds the weights in each format beside the model.
 
     :param data: rows to score on, as `inlay.calibrate` takes them; not read if `scores` are given
-    :param bits: the target as mean bits of a weight, without scales
-    :param size: the target as bytes of the checkpoint, such as "2.1GB"
-    :param max_kl: the target as KL divergence from the model, in nats per position, on held-out
-        rows. The smallest model within it is found
-    :param formats: presets with changes of their weights behind a colon, and `bf16` for layers that
-        stay as they are
-    :param method: `best` chooses observers and GPTQ where formats name none, as `inlay calibrate`
-        does; `plain` rounds to nearest
-    :param ignore: layers that stay as they are, besides the head; see `Recipe.from_preset`
-    :param forward_only: score by the error of each layer relative to its output, without gradients.
-        It needs less time and memory, and chooses worse
     :param scores: those of an earlier search, with which another target takes seconds. Nothing is
         measured then
-    :param keywords: the fields of `inlay.options.Options`
+    :param ignore: layers that stay as they are, besides the head; see `Recipe.from_preset`
+    :param keywords: the fields of `inlay.options.SearchOptions`, of which `bits`, `size` or
+        `max_kl` is the target
     """
-    target = Target.of(bits, size, max_kl)
-    known, gptq = parse_formats(formats, method)
+    options = SearchOptions(**keywords)
+    target = Target.of(options)
+    known, gptq = parse_formats(options.formats, options.method)
     ignored = list(ignore)
     settings = {
         "formats": ", ".join(each.name for each in known),
-        "method": method,
+        "method": options.method,
         "ignore": ", ".join(ignored) or "the head alone",
-        "forward_only": str(forward_only),
+        "forward_only": str(options.forward_only),
     }
     if scores is not None:
         _require_same(scores, model, settings)
@@ -84,9 +69,9 @@ def search(
             formats=known,
             gptq=gptq,
             ignore=ignored,
-            forward_only=forward_only,
+            forward_only=options.forward_only,
             settings=settings,
-            options=Options(**keywords),
+            options=options,
         )
         if target.kind == "max_kl":
             choice = _within(scoring, target.value)

@@ -13,9 +13,8 @@ from inlay.formats.storage import columns_problem
 from inlay.recipe import preset_names
 from inlay.recipe.presets import METHODS, Method, change, checked, preset, with_best_rounding
 
-__all__ = ["DEFAULT_FORMATS", "PLAIN", "Format", "parse_formats"]
+__all__ = ["PLAIN", "Format", "parse_formats"]
 
-DEFAULT_FORMATS = "W4A16:group_size=64,W8A16,bf16"
 # Names for layers that stay as they are, in the dtype of the model.
 PLAIN = ("bf16", "fp16", "fp32", "full")
 
@@ -54,9 +53,7 @@ class Format:
         return found
 
 
-def parse_formats(
-    text: str | Iterable[str], method: Method
-) -> tuple[tuple[Format, ...], GPTQ | None]:
+def parse_formats(text: str, method: Method) -> tuple[tuple[Format, ...], GPTQ | None]:
     """Read formats such as `W4A16:group_size=64,W8A16,bf16`.
 
     :param text: presets with changes of their weights behind a colon, separated by commas
@@ -85,17 +82,16 @@ def parse_formats(
         )
     if len(found) < 2:
         raise ConfigurationError(
-            f"a search chooses among at least two formats, such as {DEFAULT_FORMATS}, and only "
+            "a search chooses among at least two formats, such as W4A16,W8A16,bf16, and only "
             f"{', '.join(names) or 'none'} is given"
         )
     return tuple(found), gptq
 
 
-def _entries(text: str | Iterable[str]) -> list[str]:
+def _entries(text: str) -> list[str]:
     """Return one text for each format; a part without a name belongs to the format before it."""
-    parts = text.split(",") if isinstance(text, str) else [p for t in text for p in t.split(",")]
     entries: list[str] = []
-    for part in filter(None, map(str.strip, parts)):
+    for part in filter(None, map(str.strip, text.split(","))):
         if entries and "=" in part and ":" not in part:
             entries[-1] += f",{part}"
         else:

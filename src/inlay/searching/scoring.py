@@ -17,7 +17,7 @@ from inlay.engine.batches import read_batches
 from inlay.engine.in_memory import InMemory
 from inlay.engine.keeping import Keeper
 from inlay.errors import ConfigurationError
-from inlay.evaluation.replaced import compare_replaced
+from inlay.evaluation.replaced import Replacing
 from inlay.fingerprints import fingerprints, weights_in
 from inlay.model import Weight
 from inlay.options import Options
@@ -62,9 +62,9 @@ class Scoring:
         self.model, self._formats, self._gptq = model, formats, gptq
         self._options = options
         batches = read_batches(model, data, tokenizer, options)
-        self._held_out = batches.held_out
         observed = _observed(model, batches, ignore, options)
         self._views: Mapping[str, Weight] = observed.plan.weights
+        self._replacing = Replacing(model, self._views, batches.held_out)
         known = None
         if not forward_only:
             some = _first_batches(model, batches)
@@ -101,9 +101,7 @@ class Scoring:
         for number, unit in enumerate(self.scores.units):
             found = self.by_format[self.scores.format_of(number, choice)].weights
             weights |= {name: found[name] for name in unit.layers if name in found}
-        estimates = compare_replaced(
-            self.model, self._views, weights, self._held_out, self._options.progress
-        )
+        estimates = self._replacing.compare(weights, self._options.progress)
         if "kl" not in estimates:
             return None
         check = Check(

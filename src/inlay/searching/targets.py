@@ -7,6 +7,7 @@ from typing import Literal
 
 from inlay.checkpoint.shards import size_in_bytes
 from inlay.errors import ConfigurationError
+from inlay.options import SearchOptions
 from inlay.report.numbers import size as size_in_words
 from inlay.searching.scores import Scores
 from inlay.searching.solving import Choice, frontier, solve
@@ -27,21 +28,12 @@ class Target:
     value: float
 
     @classmethod
-    def of(
-        cls, bits: float | None = None, size: int | str | None = None, max_kl: float | None = None
-    ) -> "Target":
-        """Return the target. Exactly one argument is set."""
-        given: dict[Kind, float | int | str] = {}
-        for kind, value in (("bits", bits), ("size", size), ("max_kl", max_kl)):
-            if value is not None:
-                given[kind] = value  # type: ignore[index]
-        if len(given) != 1:
-            raise ConfigurationError(
-                "a search has one target: bits (--bits 4.5), size (--size 2.1GB) or max_kl "
-                f"(--max-kl 0.05), not {' and '.join(given) or 'none'}"
-            )
-        ((kind, value),) = given.items()
-        number = size_in_bytes(value) if kind == "size" else float(value)  # type: ignore[arg-type]
+    def of(cls, options: SearchOptions) -> "Target":
+        """Return the target that is given, of which there is exactly one."""
+        kinds: tuple[Kind, ...] = ("bits", "size", "max_kl")
+        (kind,) = (each for each in kinds if getattr(options, each) is not None)
+        value = getattr(options, kind)
+        number = size_in_bytes(value) if kind == "size" else float(value)
         if not math.isfinite(number) or number <= 0:
             raise ConfigurationError(f"{kind} must be a positive number, not {value!r}")
         return cls(kind, number)
