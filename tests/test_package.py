@@ -170,7 +170,7 @@ def test_private_parts_are_explained(library: str) -> None:
 
 # Packages that another one brings along, by that one.
 BROUGHT = {"huggingface_hub": "transformers", "tqdm": "llmcompressor"}
-OPTIONAL = {"hypothesis", "llmcompressor", "pytest"}  # of extras: `testing` and `llmcompressor`
+OPTIONAL = {"PIL", "hypothesis", "llmcompressor", "pytest"}  # of extras
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -101,8 +101,8 @@ def _loaded(source: Source, config: Any) -> nn.Module:
 
 
 def load_tokenizer(place: Place, **options: Unpack[LoadKeywords]) -> Any:
-    """Load the tokenizer that belongs to a model. The parameters are those of `load_model`."""
-    from transformers import AutoTokenizer
+    """Load the tokenizer or processor of a model. The parameters are those of `load_model`."""
+    from transformers import AutoProcessor, AutoTokenizer
 
     source = Source.of(place, **options)
     if not source.may_have_tokenizer():
@@ -111,7 +111,7 @@ def load_tokenizer(place: Place, **options: Unpack[LoadKeywords]) -> Any:
             "save_pretrained"
         )
     tokenizer = source.read(
-        lambda: AutoTokenizer.from_pretrained(
+        lambda: (AutoProcessor if source.has_processor() else AutoTokenizer).from_pretrained(
             source.place, trust_remote_code=source.trust_remote_code, **source.options
         )
     )

@@ -146,6 +146,11 @@ class Source(LoadOptions):
             return True
         return any(name.startswith(TOKENIZER_FILES) for name in os.listdir(self.place))
 
+    def has_processor(self) -> bool:
+        """Return whether a folder has the processor of a model that reads more than text."""
+        names = ("processor_config.json", "preprocessor_config.json")
+        return self.is_folder and any(Path(self.place, name).is_file() for name in names)
+
     def read(self, load: Callable[[], _T]) -> _T:
         """Call `load` and turn its errors into ones that say what to do."""
         try:

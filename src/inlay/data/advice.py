@@ -19,7 +19,7 @@ _PROBE = "Inlay"
 def advice_on_template(rows: Sequence[Row], tokenizer: Any) -> tuple[str, ...]:
     """Return advice if texts have no mark of the chat template that the tokenizer has."""
     texts = [row.content for row in rows if row.kind == "text"]
-    marks = _marks(tokenizer) if texts else []
+    marks = _marks(getattr(tokenizer, "tokenizer", tokenizer)) if texts else []
     marked = sum(any(mark in text for mark in marks) for text in texts)
     if not marks or marked:
         return ()

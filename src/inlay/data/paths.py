@@ -28,23 +28,28 @@ class StoredRows:
     :param records: returns an iterator of rows that are not parsed yet, given the column of texts
     :param count: returns how many rows there are, without reading them
     :param text_column: the key of the text in a row
+    :param folder: paths of images are relative to it
     """
 
     name: str
     records: Callable[[str], _Records]
     count: Callable[[], int]
     text_column: str = TEXT
+    folder: Path | None = None
 
     def __iter__(self) -> Iterator[Row]:
         for place, record in self.records(self.text_column):
             row = row_of(record, place, self.text_column)
             if row is not None:
-                yield row
+                yield replace(row, folder=self.folder)
 
 
 def rows_of(path: str | os.PathLike[str], options: RowOptions) -> StoredRows:
     """Return the rows of a file, of all files in a folder, or of a saved dataset."""
-    return replace(_rows_at(Path(path), options.split), text_column=options.text_column)
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    found = _rows_at(path, options.split)
+    return replace(found, text_column=options.text_column, folder=folder)
 
 
 def _rows_at(path: Path, split: str | None) -> StoredRows:

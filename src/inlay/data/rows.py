@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from reprlib import repr as short
 from typing import Any, Literal
 
+from inlay.data.media import media_of
 from inlay.errors import ConfigurationError
 
 __all__ = ["COLUMNS", "ID_NAMES", "TEXT", "Row", "row_of"]
@@ -12,7 +14,7 @@ __all__ = ["COLUMNS", "ID_NAMES", "TEXT", "Row", "row_of"]
 ID_NAMES = ("input_ids", "attention_mask", "token_type_ids")
 TEXT = "text"
 # What a row may have besides a text. Readers of tables leave out the rest.
-COLUMNS = ("messages", *ID_NAMES)
+COLUMNS = ("messages", "images", "image", *ID_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +22,27 @@ class Row:
     """One sample before tokenizing and padding.
 
     :param place: location of the row for errors, such as "chat.jsonl, line 7"
-    :param content: a text, a list of messages, or ids by their name
+    :param content: a text, a list of messages, ids by their name, or a text or messages with images
+    :param folder: paths of images are relative to it
     """
 
     place: str
-    kind: Literal["text", "messages", "input_ids"]
+    kind: Literal["text", "messages", "input_ids", "media"]
     content: Any
+    folder: Path | None = None
 
     @property
     def nouns(self) -> str:
         """What rows of this kind are called."""
-        return {"text": "texts", "messages": "chats", "input_ids": "rows of token ids"}[self.kind]
+        return _NOUNS[self.kind]
+
+
+_NOUNS = {
+    "text": "texts",
+    "messages": "chats",
+    "input_ids": "rows of token ids",
+    "media": "rows with images",
+}
 
 
 def row_of(record: Any, place: str, text_column: str = TEXT) -> Row | None:
@@ -48,6 +60,9 @@ def row_of(record: Any, place: str, text_column: str = TEXT) -> Row | None:
     if record.get("input_ids") is not None:
         ids = {name: _numbers(record[name], name, place) for name in ID_NAMES if name in record}
         return Row(place=place, kind="input_ids", content=ids)
+    media = media_of(record, text_column, place)
+    if media is not None:
+        return Row(place=place, kind="media", content=media)
     text = record.get(text_column)
     if isinstance(text, str):
         return row_of(text, place)

@@ -29,6 +29,7 @@ def calibrate(
     data: Any = None,
     *,
     tokenizer: Any = None,
+    processor: Any = None,
     statistics: str | Path | None = None,
     **keywords: Unpack[RunKeywords],
 ) -> Run:
@@ -44,11 +45,13 @@ def calibrate(
     :param data: batches, texts, a `.txt` or `.jsonl` file or a dataset; see `inlay.data`. None
         if the recipe needs no data: weights alone, or activations quantized dynamically
     :param tokenizer: a tokenizer; needed only for data that is text
+    :param processor: a processor, which takes the place of the tokenizer; needed for images
     :param statistics: a folder that keeps the statistics while the run goes on
     :param keywords: the fields of `inlay.options.Options`; `accept` as in `Calibration.finalize`
     :return: the finalized calibration, ready for `save`
     """
     options = Options(**keywords)
+    tokenizer = processor or tokenizer
     recipe = Recipe.of(recipe, model, has_data=data is not None)
     name = model_name(model)
     require_full_precision(getattr(model, "config", None), name)

@@ -49,6 +49,7 @@ def stream(
     *,
     out: str | Path,
     tokenizer: Any = None,
+    processor: Any = None,
     **keywords: Unpack[StreamKeywords],
 ) -> Streamed:
     """Calibrate a model on disk and write its checkpoint, with one block of it in memory.
@@ -65,6 +66,7 @@ def stream(
     :param data: as in `inlay.calibrate`
     :param out: the folder to write
     :param tokenizer: a tokenizer; by default the one that belongs to the model
+    :param processor: a processor, which takes the place of the tokenizer
     :param keywords: the fields of `inlay.options.StreamOptions`. With held-out rows and a report,
         the blocks run a second time, to compare the model before and after
     """
@@ -77,7 +79,7 @@ def stream(
         with stages("reading data"):
             stored = model if isinstance(model, StoredModel) else StoredModel.open(model)
             recipe = Recipe.of(recipe, stored.model, has_data=data is not None)
-            tokenizer = tokenizer or _tokenizer_of(stored, data, options)
+            tokenizer = processor or tokenizer or _tokenizer_of(stored, data, options)
             wanted = options if options.report else replace(options, held_out=0)
             batches = read_batches(stored.model, data, tokenizer, wanted)
         run = Run(

@@ -17,6 +17,7 @@ from inlay.errors import ConfigurationError
 from inlay.formats.numbers import format_of
 from inlay.formats.storage import require_storable
 from inlay.model import modules_with_stacks
+from inlay.recipe.kept import kept_modules
 from inlay.recipe.llmcompressor_yaml import config_of_modifiers
 from inlay.recipe.presets import (
     METHODS,
@@ -105,7 +106,8 @@ class Recipe:
 
         :param targets: names, class names or `re:` patterns of modules, as in compressed-tensors
         :param ignore: targets to leave out. By default these are the heads of language models
-            (`lm_head`) and classifiers, where errors show most; `()` quantizes them
+            (`lm_head`) and classifiers, where errors show most, and what brings images and sound
+            to a language model; `()` quantizes them
         :param weights: fields of `QuantizationArgs` to change, the observer and its kwargs included
         :param inputs: the same for input activations
         :param outputs: the same for output activations, which no preset quantizes by itself
@@ -203,15 +205,15 @@ class Recipe:
         return cls(config, **{**own, "gptq": GPTQ.of(own.get("gptq"))})
 
     def for_model(self, model: nn.Module) -> "Recipe":
-        """Return the recipe for one model, with the model's heads ignored if the recipe keeps them.
+        """Return the recipe for one model, ignoring heads and towers if the recipe keeps these.
 
-        A head that a target names is not kept.
+        What a target names is not kept.
         """
         if not self.keeps_head:
             return self
         config: QuantizationConfig = self.config.model_copy(deep=True)
         named = {target for scheme in config.config_groups.values() for target in scheme.targets}
-        ignored = [*(config.ignore or []), *(name for name in _heads(model) if name not in named)]
+        ignored = [*(config.ignore or []), *kept_modules(model, named)]
         config.ignore = list(dict.fromkeys(ignored))
         return replace(self, config=config, keeps_head=False)
 
@@ -264,25 +266,6 @@ class Recipe:
         given = {"equalize": equalize, "experts": experts, "gptq": gptq}
         settings.update({name: value for name, value in given.items() if value is not None})
         return cls.from_preset(settings.pop("preset"), **settings)
-
-
-def _heads(model: Any) -> list[str]:
-    """Return the names of a model's output layers: over its vocabulary, or over its labels."""
-    modules = dict(model.named_modules())
-    if not hasattr(model, "get_output_embeddings"):
-        return [name for name in modules if name.rpartition(".")[2] == "lm_head"]
-    head = model.get_output_embeddings()
-    if model.can_generate():
-        return [name for name, module in modules.items() if module is head][:1]
-    inside = set(map(id, model.base_model.modules()))
-    labels = getattr(model.config, "num_labels", None)
-    return [
-        name
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear)
-        and id(module) not in inside
-        and (module is head or module.out_features == labels)
-    ]
 
 
 def _names_observer(wanted: Overrides | None) -> bool:

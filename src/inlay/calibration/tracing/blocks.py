@@ -57,9 +57,11 @@ class Blocks:
     """The blocks of a copy of the model. Each runs as compiled code of its own.
 
     :param backend: prepares the graphs of blocks, and of the model around them
+    :param observing: a plan; blocks of classes in which it observes nothing, such as those of a
+        vision tower, stay part of what is around the blocks. None for all blocks
     """
 
-    def __init__(self, model: nn.Module, backend: "Backend") -> None:
+    def __init__(self, model: nn.Module, backend: "Backend", observing: Plan | None = None) -> None:
         torch.compiler.allow_in_graph(call_block)  # type: ignore[no-untyped-call]
         self._backend, self._batch = backend, _Batch()
         self._copy = SharedCopy(model)
@@ -74,7 +76,7 @@ class Blocks:
                 outputs,
                 self._batch,
             )
-            for name, module in block_modules(model).items()
+            for name, module in _blocks_to_compile(model, observing).items()
         ]
 
     def __len__(self) -> int:
@@ -194,11 +196,7 @@ class Block:
 
     def observes(self, plan: Plan) -> bool:
         """Return whether data is observed in the block."""
-        weights = (getattr(module, "weight", None) for module in self.module.modules())
-        tensors = (w for w in weights if isinstance(w, torch.Tensor))
-        # Stacks of weights have parameters of other names.
-        owners = map(plan.owner, itertools.chain(tensors, self.module.parameters()))
-        return plan.observes_in(owners)
+        return _observes(self.module, plan)
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the block as compiled code."""
@@ -282,6 +280,23 @@ def block_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model by name, in order: modules of one class that stand in a row."""
     classes = _block_classes(model)
     return {name: module for name, module in model.named_modules() if type(module) in classes}
+
+
+def _blocks_to_compile(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
+    """Return the blocks whose classes a plan observes, or all."""
+    blocks = block_modules(model)
+    if plan is None:
+        return blocks
+    classes = {type(module) for module in blocks.values() if _observes(module, plan)}
+    return {name: module for name, module in blocks.items() if type(module) in classes}
+
+
+def _observes(block: nn.Module, plan: Plan) -> bool:
+    """Return whether data is observed in a block."""
+    weights = (getattr(module, "weight", None) for module in block.modules())
+    tensors = (w for w in weights if isinstance(w, torch.Tensor))
+    # Stacks of weights have parameters of other names.
+    return plan.observes_in(map(plan.owner, itertools.chain(tensors, block.parameters())))
 
 
 def _block_classes(model: nn.Module) -> set[type[nn.Module]]:

@@ -100,11 +100,12 @@ def run_for_statistics(model: nn.Module, pruning: Backend, keeping: Backend) -> 
 
 
 def _with_blocks_apart(model: nn.Module, backend: Backend) -> Iterator[Strategy]:
-    blocks = Blocks(model, backend)
+    plan = backend.store.bindings.statistics.plan
+    around = _observes_around(model, plan)
+    blocks = Blocks(model, backend, None if around else plan)
     if not blocks:
         return
-    plan = backend.store.bindings.statistics.plan
-    if blocks.end_in_observing(plan) and not _observes_around(model, plan):
+    if blocks.end_in_observing(plan) and not around:
         run = blocks.eager_around(_with_few_logits(model, blocks.root, backend))
         yield Strategy(_EAGER, blocks.refreshed(run))
     else:
