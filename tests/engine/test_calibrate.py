@@ -72,6 +72,18 @@ def test_texts_of_all_lengths_are_compiled_once() -> None:
     assert len(run(model, iter(data), samples=None, held_out=0).graphs) == 2 * traced
 
 
+def test_an_offloaded_model_is_refused_before_it_runs(tmp_path: Path) -> None:
+    """And one whose device map keeps it in memory is not."""
+    from accelerate import cpu_offload
+    from transformers import AutoModelForCausalLM
+
+    llama().save_pretrained(tmp_path)
+    mapped = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
+    assert run(mapped, batches(mapped), held_out=0).qparams
+    with pytest.raises(ConfigurationError, match=rf"inlay calibrate {tmp_path} --stream"):
+        run(cpu_offload(mapped), batches(mapped))
+
+
 def test_a_quantized_model_is_refused_before_it_runs() -> None:
     model = llama()
     model.config.quantization_config = {"quant_method": "compressed-tensors"}

@@ -35,6 +35,7 @@ __all__ = [
     "random_model",
     "require_all_weights",
     "require_full_precision",
+    "require_in_memory",
 ]
 
 _log = logging.getLogger(__name__)
@@ -227,6 +228,19 @@ def require_full_precision(config: Any, name: str) -> None:
     if "gguf" in str(quantization).lower():
         advice = "inlay.checkpoint.loading.load_model(folder, gguf_file=…) unpacks its weights"
     raise ConfigurationError(f"{name} is quantized already; {advice}")
+
+
+def require_in_memory(model: nn.Module) -> None:
+    """Refuse a model of which accelerate keeps weights elsewhere until a module runs."""
+    offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if offloaded:
+        place = getattr(model, "name_or_path", "") or "FOLDER"
+        more = f" and {len(offloaded) - 1} others" if len(offloaded) > 1 else ""
+        raise ConfigurationError(
+            f"{offloaded[0]}{more} of {type(model).__name__} are offloaded, not in memory. Stream "
+            f"the model from its folder: inlay calibrate {place} --stream, or inlay.stream("
+            f"{place!r}, …); or load it without device_map"
+        )
 
 
 def _unpacked() -> dict[str, Any]:

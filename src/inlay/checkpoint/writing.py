@@ -20,7 +20,7 @@ from inlay.checkpoint.layers import (
     quantization_config,
     quantized_layers,
 )
-from inlay.checkpoint.loading import require_full_precision
+from inlay.checkpoint.loading import require_full_precision, require_in_memory
 from inlay.checkpoint.shards import Shards, complete, name_files, size_in_bytes
 from inlay.checkpoint.source import Source
 from inlay.errors import ConfigurationError
@@ -160,10 +160,7 @@ def _require_saveable(model: nn.Module) -> None:
             "written as a checkpoint"
         )
     require_full_precision(model.config, type(model).__name__)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigurationError(
-            "some weights of the model are offloaded, not in memory; load it without device_map"
-        )
+    require_in_memory(model)
 
 
 @dataclass(frozen=True, kw_only=True)

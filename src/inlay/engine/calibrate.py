@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import Unpack
 
-from inlay.checkpoint.loading import require_full_precision
+from inlay.checkpoint.loading import require_full_precision, require_in_memory
 from inlay.engine.batches import read_batches
 from inlay.engine.in_memory import InMemory
 from inlay.engine.keeping import Keeper
@@ -55,6 +55,7 @@ def calibrate(
     recipe = Recipe.of(recipe, model, has_data=data is not None)
     name = model_name(model)
     require_full_precision(getattr(model, "config", None), name)
+    require_in_memory(model)
     stages = Stages()
     with stages("reading data"):
         batches = read_batches(model, data, tokenizer, options)
