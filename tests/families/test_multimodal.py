@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from multimodal import MODELS, write_images
+from multimodal import MODELS, whisper, write_images, write_recordings
 from PIL import Image
 from tokens import word_tokenizer
 from typer.testing import CliRunner
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import inlay
 from inlay.checkpoint.loading import load_tokenizer
 from inlay.cli import app
+from inlay.data.audio import waveform
 from inlay.data.sources import batches_of
 from inlay.errors import ConfigurationError
 
@@ -68,6 +69,48 @@ def test_the_command_reads_images_beside_the_data(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert any("vision_tower" in name for name in config["ignore"])
     assert load_tokenizer(tmp_path / "out").image_processor.size == {"shortest_edge": 16}
+
+
+def test_from_recordings_to_a_checkpoint(tmp_path: Path) -> None:
+    model, processor = whisper()
+    rows = [{"audio": name, "text": "w1 w2 w3"} for name in write_recordings(tmp_path)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = inlay.calibrate(
+        model,
+        inlay.Recipe.from_preset("W8A8_STATIC"),
+        tmp_path / "rows.jsonl",
+        processor=processor,
+        held_out=0,
+        compiler="eager",
+        progress=False,
+    )
+    assert run.record.data.startswith("rows.jsonl, 3 recordings")
+    assert run.recipe.config.ignore == ["proj_out"]
+    names = {slot.rpartition(".")[0] for slot in run.statistics.snapshot()}
+    assert {"model.encoder.layers.0.fc1", "model.decoder.layers.1.encoder_attn.k_proj"} <= names
+    run.tokenizer = processor.tokenizer
+    run.save(tmp_path / "out", report=False)
+    loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    (batch, *_) = batches_of(tmp_path / "rows.jsonl", tokenizer=processor, held_out=0)
+    with torch.no_grad():
+        before, after = (each(**batch).logits for each in (model, loaded))
+    assert not torch.equal(before, after)
+    assert float(torch.cosine_similarity(before.flatten(), after.flatten(), dim=0)) > 0.99
+
+
+def test_recordings_of_all_forms_are_heard_alike(tmp_path: Path) -> None:
+    """Whatever their width and channels; and those of another rate are refused."""
+    tones = [waveform(name, tmp_path, "row 1", 16000) for name in write_recordings(tmp_path)]
+    time = torch.arange(16000) / 16000
+    for tone, loudness in zip(tones, (30000 / 32768, 120 / 128, 30000 / 32768), strict=True):
+        expected = loudness * torch.sin(2 * torch.pi * 440 * time[: len(tone)])
+        assert float((tone - expected).abs().max()) < 0.01
+    with pytest.raises(ConfigurationError, match=r"has 16,000 samples per second.*-ar 8000"):
+        waveform("0.5s.wav", tmp_path, "row 1", 8000)
+    with pytest.raises(ConfigurationError, match=r"row 1: cannot read .*missing.wav"):
+        waveform("missing.wav", tmp_path, "row 1", 8000)
+    decoded = {"array": tones[0].numpy(), "sampling_rate": 16000}
+    assert torch.equal(waveform(decoded, None, "row 1", 16000), tones[0])
 
 
 def rows_of(record: dict[str, Any], folder: Path) -> Any:

@@ -1,5 +1,6 @@
 """Small models that read images, each with a processor that reads them from disk."""
 
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,55 @@ def qwen2_5_vl() -> tuple[nn.Module, Any]:
     marked = _TEMPLATE.replace("IMAGE", "<begin> <image> <stop>")
     processor = WithoutVideos(images, tokenizer(), chat_template=marked)
     return _seeded(transformers.Qwen2_5_VLForConditionalGeneration, config), processor
+
+
+def whisper() -> tuple[nn.Module, Any]:
+    config = transformers.WhisperConfig(
+        vocab_size=96,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_mel_bins=20,
+        max_source_positions=50,
+        max_target_positions=32,
+        pad_token_id=PADDING,
+        bos_token_id=END,
+        eos_token_id=END,
+        decoder_start_token_id=END,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    # A second of sound has a hundred frames, of which the encoder makes fifty positions.
+    extractor = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1)
+    model = _seeded(transformers.WhisperForConditionalGeneration, config)
+    return model, Recordings(extractor, tokenizer())
+
+
+class Recordings(transformers.ProcessorMixin):
+    """What WhisperProcessor is, with any tokenizer."""
+
+    def __init__(self, feature_extractor: Any, tokenizer: Any) -> None:
+        super().__init__(feature_extractor, tokenizer)
+
+
+def write_recordings(folder: Path) -> list[str]:
+    """Write tones of three lengths, as 16 bits, 8 bits, and two channels; return the names."""
+    names = []
+    for seconds, width, channels in ((0.5, 2, 1), (0.3, 1, 1), (0.8, 2, 2)):
+        names.append(f"{seconds}s.wav")
+        time = np.arange(int(seconds * 16000)) / 16000
+        tone = np.sin(2 * np.pi * 440 * time).repeat(channels)
+        data = (tone * 120 + 128).astype(np.uint8) if width == 1 else (tone * 30000).astype("<i2")
+        with wave.open(str(folder / names[-1]), "wb") as file:
+            file.setnchannels(channels)
+            file.setsampwidth(width)
+            file.setframerate(16000)
+            file.writeframes(data.tobytes())
+    return names
 
 
 MODELS = {"llava": llava, "gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl}

@@ -14,7 +14,7 @@ __all__ = ["COLUMNS", "ID_NAMES", "TEXT", "Row", "row_of"]
 ID_NAMES = ("input_ids", "attention_mask", "token_type_ids")
 TEXT = "text"
 # What a row may have besides a text. Readers of tables leave out the rest.
-COLUMNS = ("messages", "images", "image", *ID_NAMES)
+COLUMNS = ("messages", "images", "image", "audio", *ID_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +22,13 @@ class Row:
     """One sample before tokenizing and padding.
 
     :param place: location of the row for errors, such as "chat.jsonl, line 7"
-    :param content: a text, a list of messages, ids by their name, or a text or messages with images
-    :param folder: paths of images are relative to it
+    :param content: a text, a list of messages, ids by their name, a text or messages with images,
+        or a recording with its text
+    :param folder: paths in the row are relative to it
     """
 
     place: str
-    kind: Literal["text", "messages", "input_ids", "media"]
+    kind: Literal["text", "messages", "input_ids", "media", "audio"]
     content: Any
     folder: Path | None = None
 
@@ -42,6 +43,7 @@ _NOUNS = {
     "messages": "chats",
     "input_ids": "rows of token ids",
     "media": "rows with images",
+    "audio": "recordings",
 }
 
 
@@ -60,6 +62,9 @@ def row_of(record: Any, place: str, text_column: str = TEXT) -> Row | None:
     if record.get("input_ids") is not None:
         ids = {name: _numbers(record[name], name, place) for name in ID_NAMES if name in record}
         return Row(place=place, kind="input_ids", content=ids)
+    if record.get("audio") is not None:
+        content = {"audio": record["audio"], "text": record.get(text_column) or ""}
+        return Row(place=place, kind="audio", content=content)
     media = media_of(record, text_column, place)
     if media is not None:
         return Row(place=place, kind="media", content=media)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from inlay.data.audio import waveform
 from inlay.data.media import with_images
 from inlay.data.rows import ID_NAMES, Row
 from inlay.errors import ConfigurationError
@@ -29,6 +30,8 @@ class Tokenization:
     def batch(self, rows: Iterable[Row]) -> dict[str, torch.Tensor]:
         """Make one batch of rows, padded to the longest row, with padding masked out."""
         rows = list(rows)
+        if any(row.kind == "audio" for row in rows):
+            return self._heard(rows)
         if any(row.kind == "media" for row in rows):
             return self._processed(rows)
         encoded = [self._encode(row) for row in rows]
@@ -71,6 +74,27 @@ class Tokenization:
         except Exception as error:  # a template is a program and can raise anything
             raise ConfigurationError(f"{place} does not fit the processor: {error}") from error
         return {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+
+    def _heard(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        """Return the features of a recording, and its text as the tokens that a decoder reads."""
+        row = rows[0]
+        if len(rows) > 1:
+            raise ConfigurationError(f"{row.place} is a recording; use batch_size=1")
+        extractor = getattr(self.tokenizer, "feature_extractor", None)
+        if extractor is None:
+            raise ConfigurationError(
+                f"{row.place} is a recording, which needs a processor; pass the model's own "
+                "(processor=…), or save it in the model's folder for the command line"
+            )
+        rate = extractor.sampling_rate
+        samples = waveform(row.content["audio"], row.folder, row.place, rate)
+        found = extractor(samples.numpy(), sampling_rate=rate, return_tensors="pt")
+        ids = self._for_text(row.content["text"], truncation=True, max_length=self.max_length)
+        if not ids["input_ids"]:
+            raise ConfigurationError(
+                f"{row.place} has no tokens of text; add the text that is said"
+            )
+        return {"decoder_input_ids": torch.tensor([list(ids["input_ids"])]), **found}
 
     def _encode(self, row: Row) -> Encoded:
         if row.kind == "input_ids":
