@@ -18,6 +18,7 @@ import overhead
 import pipelines
 import processes
 import schemes
+import search
 import serving
 import streaming
 import torch
@@ -33,6 +34,7 @@ PARTS = {
     "overhead": overhead.rows,
     "weights": weights.rows,
     "four_bits": four_bits.rows,
+    "search": search.rows,
     "depth": depth.rows,
     "pipelines": pipelines.rows,
     "after": after.rows,

@@ -96,6 +96,14 @@ def test_the_smallest_model_within_a_divergence(model: torch.nn.Module) -> None:
     assert again.choice == found.choice
 
 
+def test_scores_are_not_those_of_tokens_that_gptq_fits(model: torch.nn.Module) -> None:
+    """From 96 tokens, errors on the same tokens would predict little more than half the loss."""
+    found = found_for(model, "W4A16:group_size=16,W8A16:group_size=32", bits=4, samples=4)
+    (check,) = found.scores.checks
+    assert found.recipe.gptq is not None
+    assert 0.7 < check.predicted / check.kl.value < 1.4
+
+
 def test_layers_that_are_served_as_one_share_a_format(found: Found) -> None:
     units = {unit.layers for unit in found.scores.units}
     assert {ATTENTION, MLP, ("model.layers.0.mlp.down_proj",)} <= units

@@ -10,7 +10,7 @@ from torch import nn
 from inlay.calibration import Calibration
 from inlay.checkpoint.loading import require_full_precision
 from inlay.checkpoint.writing import size_of_model
-from inlay.compensation.settings import GPTQ
+from inlay.compensation.settings import DEFAULT_DAMPING, GPTQ
 from inlay.data.batch import count_tokens
 from inlay.data.sources import Batches
 from inlay.engine.batches import read_batches
@@ -62,7 +62,7 @@ class Scoring:
         self.model, self._formats, self._gptq = model, formats, gptq
         self._options = options
         batches = read_batches(model, data, tokenizer, options)
-        observed = _observed(model, batches, ignore, options)
+        observed = _observed(model, batches, ignore, options, holds_out=gptq is not None)
         self._views: Mapping[str, Weight] = observed.plan.weights
         self._replacing = Replacing(model, self._views, batches.held_out)
         known = None
@@ -187,7 +187,12 @@ class Scoring:
 
 
 def _observed(
-    model: nn.Module, batches: Batches, ignore: Sequence[str], options: Options
+    model: nn.Module,
+    batches: Batches,
+    ignore: Sequence[str],
+    options: Options,
+    *,
+    holds_out: bool,
 ) -> Calibration:
     """Run the data through a calibration that gathers XᵀX and the importance of inputs.
 
@@ -196,7 +201,8 @@ def _observed(
     recipe = Recipe.from_preset(
         "W8A16",
         weights={"strategy": "channel", "observer": "imatrix_mse"},
-        gptq={"keep_hessians": True},
+        # A damping that is chosen also gathers Hessians of held-out tokens.
+        gptq={"keep_hessians": True, "damping": "auto" if holds_out else DEFAULT_DAMPING},
         ignore=ignore,
     )
     recipe = replace(recipe, keeps_head=True).for_model(model)
