@@ -88,7 +88,6 @@ def test_from_recordings_to_a_checkpoint(tmp_path: Path) -> None:
     assert run.recipe.config.ignore == ["proj_out"]
     names = {slot.rpartition(".")[0] for slot in run.statistics.snapshot()}
     assert {"model.encoder.layers.0.fc1", "model.decoder.layers.1.encoder_attn.k_proj"} <= names
-    run.tokenizer = processor.tokenizer
     run.save(tmp_path / "out", report=False)
     loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     (batch, *_) = batches_of(tmp_path / "rows.jsonl", tokenizer=processor, held_out=0)

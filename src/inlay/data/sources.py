@@ -99,9 +99,10 @@ def batches_of(
     at most an eighth of all. None is held out if neither `samples` nor the length is known.
 
     :param data: a path to `.txt`, `.jsonl` or `.parquet`, to a folder of these, or to a dataset
-        that was saved; texts; rows with `text`, `messages` or `input_ids`, such as those of a
-        dataset of Hugging Face; or batches: mappings, tuples or single tensors
-    :param tokenizer: a tokenizer of transformers, for texts and messages
+        that was saved; texts; rows with `text`, `messages` or `input_ids`, and with `images` or
+        `audio`, such as those of a dataset of Hugging Face; or batches: mappings, tuples or single
+        tensors
+    :param tokenizer: a tokenizer of transformers for texts and messages, or a processor
     :param vocabulary: how many token ids the model knows
     :param part: the part of this process in the rows
     :param keywords: the fields of `DataOptions`

@@ -55,7 +55,8 @@ def calibrate(
         Path | None,
         data_option(
             ".txt with one text per line; .jsonl or .parquet with [b]text[/b], [b]messages[/b] or "
-            "[b]input_ids[/b]; a folder of these; or a saved dataset."
+            "[b]input_ids[/b], and with [b]images[/b] or [b]audio[/b]; a folder of these; or a "
+            "saved dataset."
         ),
     ] = None,
     sample_text: SampleText = False,
