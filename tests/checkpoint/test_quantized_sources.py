@@ -113,6 +113,8 @@ def test_a_source_is_its_dequantized_model(kind: str, tmp_path: Path) -> None:
         assert parameter.dtype == expected[name].dtype == torch.bfloat16, name
         assert torch.equal(parameter, expected[name]), name
     assert getattr(found.config, "quantization_config", None) is None
+    # Fingerprints are those of stored tensors: dequantized, all would be in memory at once.
+    assert open_files(source).fingerprints().keys() == tensors_in(source).keys()
     recipe = inlay.Recipe.from_preset("W8A8")
     out = tmp_path / "streamed"
     inlay.stream(source, recipe, out=out, report=False, progress=False)

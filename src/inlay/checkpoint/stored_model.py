@@ -22,6 +22,7 @@ from inlay.checkpoint.loading import (
 from inlay.checkpoint.source import Source
 from inlay.errors import CheckpointError
 from inlay.fingerprints import fingerprints, weights_in
+from inlay.memory import returning_freed_memory
 from inlay.options import LoadKeywords
 from inlay.transformers_private import Loading, Mismatch, model_without_data, tied_names
 
@@ -146,7 +147,10 @@ class StoredModel:
         if not targets:
             return {}
         names = [name for target in targets for name in self._sources[target]]
-        with self.files.reading() as read:
+        unpacks = not all(map(self.files.is_mapped, names))
+        # Intermediate values of unpacking would leave holes that no other tensor fits in.
+        returning = returning_freed_memory() if unpacks else contextlib.nullcontext()
+        with returning, self.files.reading() as read:
             unread = {
                 name: _Unread(name, read, self.reads, mapped or not self.files.is_mapped(name))
                 for name in names

@@ -83,8 +83,8 @@ class WeightFiles:
 
     def fingerprints(self) -> dict[str, str]:
         """Return fingerprints of all stored tensors; read no more than a sample of each."""
-        with self.reading() as read:
-            return fingerprints((name, read(name)) for name in self.tensors)
+        with WeightFiles.reading(self) as read:  # as they are stored
+            return fingerprints((name, read(name)) for name in self.stored)
 
     def is_mapped(self, name: str) -> bool:
         """Return whether a tensor that was read is backed by its file."""
