@@ -29,7 +29,12 @@ from inlay.graph import (
     tensor_op,
     weight_use,
 )
-from inlay.nodes.kernel_support import missing_kernels, unsupported_formats, unsupported_sizes
+from inlay.nodes.kernel_support import (
+    missing_kernels,
+    unprofitable,
+    unsupported_formats,
+    unsupported_sizes,
+)
 from inlay.nodes.kernels import DynamicQParams, Quantize, float8_linear, integer_linear, is_float8
 from inlay.nodes.quantize import QuantizeDequantize
 from inlay.observers import QParamsDict
@@ -181,7 +186,8 @@ def _problem(node: Node, use: WeightUse) -> str | None:
         problem = "the dtype of its result is unknown"
     kind = "float" if is_float8(args) else "int"
     problem = problem or missing_kernels(device, kind)
-    return problem or unsupported_sizes(device, kind, weight.shape)
+    problem = problem or unsupported_sizes(device, kind, weight.shape)
+    return problem or unprofitable(device, fake_value(node).dtype, weight.shape)
 
 
 def _bias(node: Node) -> Any:

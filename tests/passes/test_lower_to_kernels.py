@@ -61,7 +61,8 @@ FLOATS = Recipe.from_preset("FP8_DYNAMIC")
 
 @pytest.fixture(autouse=True)
 def with_vnni(monkeypatch) -> None:
-    """Every processor computes integer products; only some compute them fast."""
+    """Every processor computes integer products; only some compute them fast, and large ones."""
+    monkeypatch.setattr(kernel_support, "SMALLEST", {})
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": True})
     missing_kernels.cache_clear()
     yield
@@ -388,3 +389,19 @@ def test_what_a_gpu_does_not_multiply_stays(monkeypatch: Any) -> None:
     assert "divisible by 16 only, not 24 and 32" in str(
         unsupported_sizes("cuda", "float", torch.Size((24, 32)))
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_weights_stay_by_the_table_and_say_so(monkeypatch: Any, dtype: torch.dtype) -> None:
+    model = Functional(lambda self, x: self.fc(x), fc=linear())
+    monkeypatch.setattr(kernel_support, "SMALLEST", {torch.float32: 17, torch.bfloat16: 16})
+    model, x = model.to(dtype), X.to(dtype)
+    plan = Plan(model, STATIC)
+    qparams = qparams_of(plan, model, {"fc.input": x})
+    folding = Pipeline((FoldQParams(qparams=qparams), RemoveObservers()))
+    folded = folding(observed(trace("dynamo", model, x), plan)).graph_module
+    lowered = LowerToKernels(qparams=qparams)(folded)
+    reasons = [reason for _, reason in kept_from_kernels(lowered.graph_module)]
+    small = ["it has 16 weights, and kernels pay from 17 on in torch.float32"]
+    assert reasons == (small if dtype == torch.float32 else [])
+    assert lowered.modified == (dtype == torch.bfloat16)

@@ -12,6 +12,7 @@ from torch import nn
 
 import inlay
 from inlay import Calibration, ConfigurationError, Recipe
+from inlay.nodes import kernel_support
 from inlay.nodes.kernel_support import missing_kernels
 from inlay.serving.loading import weight_bytes
 
@@ -24,6 +25,12 @@ value, expected = torch.load({tensors!r})
 found = torch._inductor.aoti_load_package({package!r})(value)
 torch.testing.assert_close(found, expected)
 """
+
+
+@pytest.fixture(autouse=True)
+def with_small_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels compute small layers too; they pay for large ones only."""
+    monkeypatch.setattr(kernel_support, "SMALLEST", {})
 
 
 @pytest.mark.slow

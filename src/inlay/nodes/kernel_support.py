@@ -12,6 +12,7 @@ from inlay.torch_private import has_float8_product, has_integer_product, has_wei
 __all__ = [
     "missing_kernels",
     "missing_packed_kernels",
+    "unprofitable",
     "unsupported_formats",
     "unsupported_packing",
     "unsupported_sizes",
@@ -22,6 +23,16 @@ _BITS = 8
 _MOST_INPUTS = 2**16 - 1
 _FEWEST_INPUTS = 2  # torch 2.13 returns wrong numbers for one
 _GROUPS = (32, 64, 128, 256)  # columns of a 4-bit weight that may share a scale
+# Weights of fewer elements are multiplied as fast, or faster, by quantize-dequantize. Speed of
+# kernels over it, compiled, static inputs (AMD EPYC with AVX-512 VNNI, one thread, medians of 21):
+#
+#     weight                16x16   64x64   128x128   576x16   576x576
+#     float32, 2 rows        0.86    0.86      0.84     0.83      1.71
+#     float32, 16 rows       0.94    0.97      1.02     0.91      3.07
+#     float32, 512 rows      1.06    1.70      2.97     1.76      6.64
+#     bfloat16, 2 rows       0.94    1.54      1.28     1.52      1.71
+#     bfloat16, 512 rows     1.43    1.38      1.32     1.24      1.71
+SMALLEST = {torch.float32: 1 << 14, torch.bfloat16: 1 << 10}
 # What cuBLAS asks of the numbers of inputs and outputs.
 _MULTIPLES = {"int": 8, "float": 16}
 # The first NVIDIA GPUs with these products: A100, and those of the generations Ada and Hopper.
@@ -81,6 +92,19 @@ def missing_packed_kernels(device: str) -> str | None:
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "the processor has no AVX-512"
     return None if is_known_order() else "this version of torch packs weights in another order"
+
+
+def unprofitable(device: str, dtype: torch.dtype, weight: torch.Size) -> str | None:
+    """Say why a kernel for a weight of this shape does not pay, by what was measured.
+
+    A table is looked up, so that the same command runs the same code, whatever else runs.
+
+    :param dtype: of the result
+    """
+    least = SMALLEST.get(dtype, 0)
+    if device != "cpu" or weight.numel() >= least:
+        return None
+    return f"it has {weight.numel():,} weights, and kernels pay from {least:,} on in {dtype}"
 
 
 @cache

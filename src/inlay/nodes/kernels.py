@@ -58,17 +58,20 @@ def dynamic_qparams(
     Its own functions keep tensors from one call to the next, which not every tracer can see.
     """
     value = value.detach()
-    reduced = tuple(range(2, value.ndim))
-    if per_token and reduced:
-        low, high = value.amin(reduced, keepdim=True), value.amax(reduced, keepdim=True)
-    else:  # a matrix has one scale, even if tokens are to have one each
-        low, high = (extreme.reshape(1) for extreme in value.aminmax())
-    low, high = low.clamp(max=0), high.clamp(min=0)
+    reduced = tuple(range(2, value.ndim)) if per_token else ()
     lowest, highest = limits
-    if symmetric:
-        scale = torch.maximum(low.abs(), high.abs()) / ((highest - lowest) / 2)
+    if symmetric:  # one reduction instead of two
+        size = value.abs()
+        # A matrix has one scale, even if tokens are to have one each.
+        largest = size.amax(reduced, keepdim=True) if reduced else size.amax().reshape(1)
+        scale = largest / ((highest - lowest) / 2)
         zero_point = torch.zeros_like(scale)
     else:
+        if reduced:
+            low, high = value.amin(reduced, keepdim=True), value.amax(reduced, keepdim=True)
+        else:
+            low, high = (extreme.reshape(1) for extreme in value.aminmax())
+        low, high = low.clamp(max=0), high.clamp(min=0)
         scale = (high - low) / (highest - lowest)
         zero_point = (lowest - low / scale).clamp(lowest, highest).round()
     scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
