@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import inlay
 from inlay.cli import app
+from inlay.engine import hessian_room
 from inlay.errors import ConfigurationError
 from inlay.searching import Found, Scores
 from inlay.searching.page import render_search
@@ -134,6 +135,14 @@ def test_formats_that_do_not_fit_or_do_not_reach() -> None:
         inlay.search(small, scores=found.scores, formats=formats, bits=6)
     with pytest.raises(ConfigurationError, match=r"largest formats.*Add a format of more bits"):
         found_for(small, formats, max_kl=1e-9)
+
+
+def test_hessians_that_do_not_fit_are_refused(model: torch.nn.Module, monkeypatch: Any) -> None:
+    monkeypatch.setattr(hessian_room, "_free", lambda: 1000)
+    with pytest.raises(
+        ConfigurationError, match=r"they do not fit. Leave some layers out \(ignore"
+    ):
+        found_for(model, bits=6)
 
 
 def test_forward_only_scores_relative_errors(monkeypatch: Any) -> None:

@@ -14,6 +14,7 @@ from inlay.compensation.settings import DEFAULT_DAMPING, GPTQ
 from inlay.data.batch import count_tokens
 from inlay.data.sources import Batches
 from inlay.engine.batches import read_batches
+from inlay.engine.hessian_room import require_room_for_hessians
 from inlay.engine.in_memory import InMemory
 from inlay.engine.keeping import Keeper
 from inlay.errors import ConfigurationError
@@ -217,8 +218,14 @@ def _observed(
         progress=options.progress,
     )
     engine = InMemory(run, batches, keeper, accept=options.accept)
+    try:
+        require_room_for_hessians(run.plan, model)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            "a search gathers the Hessians of all layers in memory, where they do not fit. Leave "
+            "some layers out (ignore, --ignore), or use a machine with more memory"
+        ) from error
     for region in engine.regions:
-        engine.load(region)
         engine.observe(region)
     return run
 
