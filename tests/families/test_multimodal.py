@@ -25,14 +25,22 @@ def chat(image: Any, text: str = "w2 w3 w4") -> dict[str, Any]:
     return {"messages": [{"role": "w1", "content": content}]}
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
-def test_from_images_to_a_checkpoint(kind: str, tmp_path: Path) -> None:
+# Images of Qwen2.5-VL lie one behind the other in a tensor, which a batch with padding cannot have.
+@pytest.mark.parametrize(("kind", "rows"), [("gemma3", 2), ("qwen2_5_vl", 1)])
+def test_from_images_to_a_checkpoint(kind: str, rows: int, tmp_path: Path) -> None:
     model, processor = MODELS[kind]()
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps(chat(name)) for name in write_images(tmp_path)))
     recipe = inlay.Recipe.from_preset("W8A8_STATIC")
     run = inlay.calibrate(
-        model, recipe, data, processor=processor, held_out=0, compiler="eager", progress=False
+        model,
+        recipe,
+        data,
+        processor=processor,
+        held_out=0,
+        batch_size=rows,
+        compiler="eager",
+        progress=False,
     )
     assert len(run.graphs) <= 2, run.graphs.tracing  # images have four sizes
     assert all("language_model" in slot for slot in run.statistics.snapshot())
