@@ -158,6 +158,16 @@ def test_tensors_beyond_the_model_are_copied(
     assert type(load_as_stored(out)).__name__ == "LlamaForCausalLM"
 
 
+def test_a_source_without_safetensors_leaves_nothing_over(tmp_path: Path) -> None:
+    model = llama()
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "pytorch_model.bin").touch()
+    model.config.name_or_path = model.name_or_path = str(tmp_path / "source")
+    run = inlay.calibrate(model, inlay.Recipe.from_preset("W8A8"), progress=False)
+    assert (run.save(tmp_path / "out", report=False) / "model.safetensors").is_file()
+
+
 UP = ("up_proj.weight", "up_proj.weight_scale_inv")
 
 

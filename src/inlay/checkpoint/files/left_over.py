@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from inlay.checkpoint.files.dequantized import open_files
-from inlay.checkpoint.files.weight_files import WeightFiles
+from inlay.checkpoint.files.weight_files import WeightFiles, stored_names
 from inlay.run_record import model_name
 from inlay.transformers_private import Loading
 
@@ -39,7 +39,7 @@ class LeftOver:
     @classmethod
     def of(cls, model: Any, folder: Path) -> "LeftOver | None":
         """Return what a model leaves over of a folder that it was loaded from; None if nothing."""
-        if not _is_whole(model, folder):
+        if not _is_whole(model, folder) or not stored_names(folder):  # or of another format
             return None
         files = open_files(folder)
         names = _unused(model, files.tensors, Loading.of(model))
