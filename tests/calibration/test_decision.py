@@ -148,7 +148,7 @@ model = torch.nn.Sequential(*(
     torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.RMSNorm(32), torch.nn.GELU())
     for _ in range(2)
 ))
-calibration = Calibration(model, Recipe.from_preset("FP8", inputs={"observer": "mse"}))
+calibration = Calibration(model, Recipe.from_preset("FP8", inputs={"observer": "minmax"}))
 calibration.graphs.expect(10**9)
 for rows in (6, 9):
     calibration.observe(torch.randn(rows, 32))

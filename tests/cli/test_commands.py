@@ -654,7 +654,7 @@ def test_an_interruption_says_how_to_go_on(
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_signals_in_a_real_process(number: signal.Signals, tmp_path: Path) -> None:
     """Interrupted while a file of observers runs, which tells when it has begun."""
     path, begun = tmp_path / "slow.py", tmp_path / "begun"

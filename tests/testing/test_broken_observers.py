@@ -284,10 +284,15 @@ MISTAKES: list[tuple[type[Observer], str, str, set[str]]] = [
         KeepsOnItsClass,
         SHARE,
         "depends on what other observers saw",
-        {POSITIVE, RESEMBLE, ELEMENTS, NAN, RANKS, STORING, BAD, ORDER, SPLIT, GRAPH, COMPILED},
+        {
+            POSITIVE, RESEMBLE, ELEMENTS, NAN, RANKS, STORING, BAD, ORDER, SPLIT, GRAPH, COMPILED,
+            REPEAT,
+        },
     ),
     (GetterResets, GETTER, "the statistics are gone after get_qparams", set()),
-    (StartsAtZero, NOTHING, "has_statistics is true before any value", {RANKS, GRAPH, TRACED}),
+    (StartsAtZero, NOTHING, "has_statistics is true before any value", {
+        RANKS, GRAPH, TRACED, STORING,
+    }),
     (DropsNan, NAN, r"get_qparams\(\) gives the scale .* without a word", {BAD}),
     (ForgetsNan, BAD, "the first batch held nan", set()),
     (ScaleOfNothing, POSITIVE, "the scale is not above zero", {RESEMBLE}),

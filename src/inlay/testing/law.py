@@ -84,6 +84,8 @@ class Bounds:
 
 
 UNBOUNDED = Bounds()
+# Cases to try before a subject counts as refusing all of them.
+_REFUSALS = 100
 
 
 def law(
@@ -107,6 +109,10 @@ def require(holds: object, problem: str) -> None:
         raise BrokenLawError(problem)
 
 
+class _RefusesAll(BaseException):
+    """Ends a search without a case that is accepted. Hypothesis would shrink an Exception."""
+
+
 def require_holds(of: Law[_S], subject: _S, bounds: Bounds) -> None:
     """Hold a subject against a law, for cases that Hypothesis draws and shrinks.
 
@@ -114,27 +120,32 @@ def require_holds(of: Law[_S], subject: _S, bounds: Bounds) -> None:
     :raises ConfigurationError: if the subject refuses all cases
     """
     tried, broken = False, list[str]()
+    accepted, refused = False, 0
     bounds = bounds.from_now()
 
     def holds(case: Any) -> None:
-        nonlocal tried
+        nonlocal tried, accepted, refused
         # What failed once must fail again, or Hypothesis would call it flaky.
         if tried and not broken and bounds.is_over:
             return
         tried = True
         try:
             of.check(subject, case)
-        except (HypothesisException, UnsatisfiedAssumption):
+        except (HypothesisException, UnsatisfiedAssumption) as refusal:
+            refused += 1
+            if not accepted and refused >= _REFUSALS:
+                raise _RefusesAll from refusal
             raise
         except Exception as error:
             broken.append(_message(of, subject, case, error))
             raise BrokenLawError(broken[-1]) from error
+        accepted = True
 
     # Hypothesis tells tests, and the examples it remembers of them, apart by name.
     holds.__name__ = holds.__qualname__ = re.sub(r"\W", "_", f"{of.name}_{subject}")
     try:
         given(of.cases(subject))(_with(of.cost, bounds)(holds))()
-    except Unsatisfiable as error:
+    except (Unsatisfiable, _RefusesAll) as error:
         raise ConfigurationError(
             f"{subject} refuses every case that was made up for {of.name}; a pass can be given "
             "`graphs` that it takes, and `after`, the passes that have to run before it"

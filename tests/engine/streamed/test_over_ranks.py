@@ -203,7 +203,7 @@ def test_an_interrupted_run_goes_on_with_as_many_or_one(
     assert_same_folder(job.out, whole.out, but=["data"])
 
 
-@pytest.mark.parametrize("stop", [(1, 2, "kill"), (1, 2, "kill, written")])
+@pytest.mark.parametrize("stop", [(1, 2, "kill, written")])
 def test_a_killed_one_is_named_and_another_number_goes_on(
     model: Path, stop: tuple[int, int, str]
 ) -> None:
