@@ -99,7 +99,7 @@ def vllm(folder: Path) -> Answer:
 
 
 def test_a_server_gives_what_its_folder_gives(plain: Path, eight: Path) -> None:
-    """Apart from positions behind the last token of a row, of which a server says nothing."""
+    """Except for positions after the last token of a row, which a server does not report."""
     local = inlay.compare(plain, eight, TEXTS, progress=False).estimates
     with serving(eight, vllm(eight)) as url:
         few, every = (

@@ -151,7 +151,7 @@ def whisper() -> tuple[nn.Module, Any]:
         suppress_tokens=None,
         begin_suppress_tokens=None,
     )
-    # A second of sound has a hundred frames, of which the encoder makes fifty positions.
+    # A second of sound has a hundred frames. The encoder makes fifty positions of them.
     extractor = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1)
     model = _seeded(transformers.WhisperForConditionalGeneration, config)
     return model, Recordings(extractor, tokenizer())

@@ -231,7 +231,7 @@ def require_full_precision(config: Any, name: str) -> None:
 
 
 def require_in_memory(model: nn.Module) -> None:
-    """Refuse a model of which accelerate keeps weights elsewhere until a module runs."""
+    """Refuse a model whose weights accelerate keeps elsewhere until a module runs."""
     offloaded = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if offloaded:
         place = getattr(model, "name_or_path", "") or "FOLDER"

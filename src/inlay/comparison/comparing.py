@@ -60,8 +60,8 @@ def compare(
     tokenizers, chat templates, groups of the quantization, stored tensors and weights.
 
     A server gives only the most probable tokens of B. Then agreement, perplexities and the
-    probabilities of expected tokens are exact. KL divergences are lower bounds, for which all other
-    tokens count as one.
+    probabilities of expected tokens are exact. KL divergences are lower bounds: all other tokens
+    count as one.
 
     :param a: a folder, or a name on the hub whose files are in the local cache
     :param data: a path to `.txt` or `.jsonl`, texts, a dataset or batches; see `inlay.data`

@@ -31,7 +31,7 @@ def own_layout(name: str, module: nn.Module) -> Layout | None:
 
 
 def refuse_unserved(model: nn.Module) -> None:
-    """Refuse a model of which no weight has a layout that a quantized checkpoint can hold."""
+    """Refuse a model without any weight in a layout that a quantized checkpoint can hold."""
     unserved = {
         name: problem
         for name, module in model.named_modules()

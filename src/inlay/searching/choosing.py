@@ -43,8 +43,8 @@ def search(
     :param scores: those of an earlier search, with which another target takes seconds. Nothing is
         measured then
     :param ignore: layers that stay as they are, besides the head; see `Recipe.from_preset`
-    :param keywords: the fields of `inlay.options.SearchOptions`, of which `bits`, `size` or
-        `max_kl` is the target
+    :param keywords: the fields of `inlay.options.SearchOptions`; `bits`, `size` or `max_kl` is the
+        target
     """
     options = SearchOptions(**keywords)
     target = Target.of(options)

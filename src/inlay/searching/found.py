@@ -54,7 +54,7 @@ class Found:
 
     @property
     def formats(self) -> dict[str, str]:
-        """The format of each layer, as it was named."""
+        """Return the name of the format of each layer."""
         names = self.scores.formats
         return {
             layer: names[self.scores.format_of(number, self.choice)]

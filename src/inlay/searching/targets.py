@@ -29,7 +29,7 @@ class Target:
 
     @classmethod
     def of(cls, options: SearchOptions) -> "Target":
-        """Return the target that is given, of which there is exactly one."""
+        """Return the target. Exactly one of the arguments is set."""
         kinds: tuple[Kind, ...] = ("bits", "size", "max_kl")
         (kind,) = (each for each in kinds if getattr(options, each) is not None)
         value = getattr(options, kind)

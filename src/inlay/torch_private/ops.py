@@ -155,7 +155,7 @@ def int8_weight_product(
 
 
 def int4_packed(integers: torch.Tensor) -> torch.Tensor:
-    """Pack a weight of integers from 0 to 15, for which 8 stands for zero. torch 2.6."""
+    """Pack a weight of integers from 0 to 15, where 8 stands for zero. torch 2.6."""
     return torch._convert_weight_to_int4pack_for_cpu(integers, 1)
 
 

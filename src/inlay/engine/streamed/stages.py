@@ -118,7 +118,7 @@ class StagedGraph:
 
 
 class Started:
-    """A batch of which nothing has run yet: the graph that it was traced to, and its arguments."""
+    """A batch before its first stage: the graph that it was traced to, and its arguments."""
 
     def __init__(self, graph: StagedGraph, args: Sequence[Any], padding: Padding) -> None:
         self.graph, self._args = graph, list(args)
